@@ -35,9 +35,12 @@ PROMPT = [(7 + 31 * i) % 97 for i in range(24)]
 FEEDS = (13, 11, *[1] * 20)  # tokens a call: two chunks of the prompt, then steps
 TOKENS = sum(FEEDS)
 GROUP = 32
-# The reference is mlx-lm's own cache, fed as kvant's is, or all tokens in one call. Both agree for most architectures.
+# The reference is mlx-lm's own cache, fed as kvant's is, or all tokens in one call. Both agree for most
+# architectures.
 ONE_CALL = {"plamo3": "mlx-lm's mask shows one token more than its cache keeps"}
-AS_FED = {"phi3small": "mlx-lm adds its boolean mask to the scores, so that a token sees those after it in its call"}
+AS_FED = {
+    "phi3small": "mlx-lm adds its boolean mask to the scores, so that a token sees those after it in its call"
+}
 WITHOUT_METAL = "allowed, not tried: some of its layers are Metal kernels alone, so it needs a Mac"
 TINY = 1e-5  # what rounding alone makes
 
@@ -53,7 +56,10 @@ def kvant_cache(model: nn.Module, bits: int) -> list[Any]:
 
 
 def run(
-    model: nn.Module, cache: list[Any], tokens: list[int] | None = None, after: Callable[[], None] = lambda: None
+    model: nn.Module,
+    cache: list[Any],
+    tokens: list[int] | None = None,
+    after: Callable[[], None] = lambda: None,
 ) -> tuple[list[int], mx.array]:
     """Feed a text of TOKENS tokens in calls of FEEDS; None: PROMPT, then the likeliest token after each call.
 
@@ -79,13 +85,17 @@ def finite(logits: mx.array) -> mx.array:
 
 
 def reference(name: str, model: nn.Module) -> tuple[list[int], mx.array]:
-    """A text that mlx-lm's model continues with its own cache, and the logits that kvant's cache is to have."""
+    """A text that mlx-lm's model continues with its own cache, and the logits that kvant's cache is to
+    have.
+    """
     tokens, logits = run(model, theirs.make_prompt_cache(model))
     return tokens, in_one_call(model, tokens) if name in ONE_CALL else logits
 
 
 def in_one_call(model: nn.Module, tokens: list[int]) -> mx.array:
-    """The logits of :func:`run` from all tokens at once and mlx-lm's own cache: no row of an earlier call is read."""
+    """The logits of :func:`run` from all tokens at once and mlx-lm's own cache: no row of an earlier call
+    is read.
+    """
     logits = model(mx.array([tokens]), cache=theirs.make_prompt_cache(model))
     return finite(logits[0, len(PROMPT) - 1 :])
 
@@ -160,7 +170,9 @@ def has_sinks(model: nn.Module) -> bool:
 
 
 def their_quantized(model: nn.Module, tokens: list[int], expected: mx.array) -> float | str:
-    """The median error of mlx-lm's own 8-bit cache, as ``mlx_lm.generate --kv-bits 8`` makes it; or what goes wrong."""
+    """The median error of mlx-lm's own 8-bit cache, as ``mlx_lm.generate --kv-bits 8`` makes it; or what
+    goes wrong.
+    """
     cache = theirs.make_prompt_cache(model)
     if not key_value_bytes(cache):
         return "nothing to quantize"
@@ -183,7 +195,9 @@ def measure(name: str) -> dict[str, Any]:
         _, logits = run(model, kvant_cache(model, bits), tokens)
         found[f"error at {bits} bits"] = round_to_two(figure(errors(logits, expected)))
         if bits == 0:
-            found["same tokens at 0 bits"] = logits.argmax(axis=-1).tolist() == expected.argmax(axis=-1).tolist()
+            found["same tokens at 0 bits"] = (
+                logits.argmax(axis=-1).tolist() == expected.argmax(axis=-1).tolist()
+            )
     quantized = their_quantized(model, tokens, expected)
     found["mlx-lm at 8 bits"] = quantized if isinstance(quantized, str) else round_to_two(quantized)
     return found
@@ -202,7 +216,10 @@ def record() -> dict[str, Any]:
     for name in names:
         results[name] = measure(name)
         print(f"{len(results)}/{len(names)} {name}: {json.dumps(results[name])}", file=sys.stderr)
-    return {"versions": {package: version(package) for package in ("mlx", "mlx-lm")}, "architectures": results}
+    return {
+        "versions": {package: version(package) for package in ("mlx", "mlx-lm")},
+        "architectures": results,
+    }
 
 
 def page(recorded: dict[str, Any]) -> str:

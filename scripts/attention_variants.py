@@ -1,4 +1,6 @@
-"""The ways to attend that bench_attention.py compares: one set of keys and values, and a float64 reference."""
+"""The ways to attend that bench_attention.py compares: one set of keys and values, and a float64
+reference.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +25,8 @@ SHAPES = {  # query heads, kv heads, head_dim, layers
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 SPARE = 256  # tokens reserved past the context, as every cache has some
 GROUP, MLX_LM_GROUP = 32, 64  # the defaults
-# Relative error, root mean square: to the same cache in float64, by dtype; to one that is not quantized, by bits.
+# Relative error, root mean square: to the same cache in float64, by dtype; to one that is not quantized, by
+# bits.
 EXACT = {"float32": 1e-4, "bfloat16": 2e-2}
 MLX_LM_FACTOR = 5  # its scores are in the activations' dtype, on a CPU its sums too
 QUANTIZED = {0: 0.0, 8: 0.02, 4: 0.25}
@@ -72,7 +75,9 @@ def _sliced(arrays: Arrays, context: int) -> Arrays:  # as mlx-lm's caches hand 
 
 def _mlx(pairs: list[Arrays], context: int, dtype: str) -> Variant:
     def attend_one(query: mx.array, arrays: Arrays) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(query, *_sliced(arrays, context), scale=query.shape[-1] ** -0.5)
+        return mx.fast.scaled_dot_product_attention(
+            query, *_sliced(arrays, context), scale=query.shape[-1] ** -0.5
+        )
 
     return Variant(f"MLX {dtype}", "mlx", 0, pairs, attend_one, partial(_sliced, context=context))
 
@@ -80,7 +85,8 @@ def _mlx(pairs: list[Arrays], context: int, dtype: str) -> Variant:
 def _mlx_lm(pairs: list[Arrays], context: int, bits: int) -> Variant:
     def attend_one(query: mx.array, arrays: Arrays) -> mx.array:
         keys, values = tuple(_sliced(arrays[:3], context)), tuple(_sliced(arrays[3:], context))
-        scale, query = query.shape[-1] ** -0.5, query.reshape(query.shape)  # another object: mlx-lm scales it with *=
+        # another object: mlx-lm scales it with *=
+        scale, query = query.shape[-1] ** -0.5, query.reshape(query.shape)
         return quantized_scaled_dot_product_attention(query, keys, values, scale, None, MLX_LM_GROUP, bits)
 
     def stored(arrays: Arrays) -> Arrays:
@@ -122,7 +128,8 @@ def _kvant(pairs: list[Arrays], context: int, bits: int, plan: dict[str, Any]) -
 
 def _paged(variant: Variant, pages: int) -> Variant:
     """The fused kernel over the same keys and values in a pool, whose pages lie in no order."""
-    order = mx.random.permutation(pages, key=mx.random.key(0))  # page i of the pool is page order[i] of the sequence
+    # page i of the pool is page order[i] of the sequence
+    order = mx.random.permutation(pages, key=mx.random.key(0))
     table = mx.argsort(order).astype(mx.int32)[None]
     first = mx.zeros(1, mx.int32)
 
@@ -142,7 +149,8 @@ def _paged(variant: Variant, pages: int) -> Variant:
 
 
 def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str, dict[str, float]]:
-    """Every variant's relative error in the first layer, to its own cache and to the one that is not quantized.
+    """Every variant's relative error in the first layer, to its own cache and to the one that is not
+    quantized.
 
     An ArithmeticError if one is wrong.
     """
@@ -151,7 +159,10 @@ def check(variants: Sequence[Variant], query: mx.array, dtype: str) -> dict[str,
     for variant in variants:
         got = np.array(variant.attend(query, variant.layers[0]).astype(mx.float32), np.float64)
         own = reference(query, variant.stored(variant.layers[0]))
-        error = errors[variant.label] = {"own_cache": _relative(got, own), "unquantized": _relative(got, wanted)}
+        error = errors[variant.label] = {
+            "own_cache": _relative(got, own),
+            "unquantized": _relative(got, wanted),
+        }
         exact = EXACT[dtype] * (MLX_LM_FACTOR if variant.path == "mlx-lm" else 1)
         for name, bound in (("own_cache", exact), ("unquantized", exact + QUANTIZED[variant.bits])):
             if not error[name] <= bound:

@@ -2,13 +2,14 @@
 
 Run: python scripts/bench_attention.py [--contexts 1k,4k,32k] [--output FILE.json]    (--help: more)
 
-kvant over its own cache (0, 8 and 4 bits; the fused kernel on a GPU, unfused elsewhere, both with --paths), MLX's
-attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants hold the same
-keys and values, are first checked against a float64 reference, and are measured in turns, in an order that alternates.
+kvant over its own cache (0, 8 and 4 bits; the fused kernel on a GPU, unfused elsewhere, both with --paths),
+MLX's attention over a cache of the activations' dtype, and mlx-lm's pair of quantized products. All variants
+hold the same keys and values, are first checked against a float64 reference, and are measured in turns, in an
+order that alternates.
 
-A sample is a chain of layers. Each has its own cache, so that none is in the device's caches. The output of one is
-the query of the next. On a GPU the chain is compiled, as the decode step is. The append is left out everywhere. Copy
-bandwidth is measured first. If a variant is wrong, nothing is timed and the exit code is 1.
+A sample is a chain of layers. Each has its own cache, so that none is in the device's caches. The output of
+one is the query of the next. On a GPU the chain is compiled, as the decode step is. The append is left out
+everywhere. Copy bandwidth is measured first. If a variant is wrong, nothing is timed and the exit code is 1.
 """
 
 import argparse
@@ -28,7 +29,17 @@ from typing import Any
 from claims import ratio  # isort: skip  (before MLX: it loads a faster BLAS)
 
 import mlx.core as mx
-from attention_variants import DTYPES, GROUP, MLX_LM_GROUP, SHAPES, SPARE, Arrays, Variant, check, make_variants
+from attention_variants import (
+    DTYPES,
+    GROUP,
+    MLX_LM_GROUP,
+    SHAPES,
+    SPARE,
+    Arrays,
+    Variant,
+    check,
+    make_variants,
+)
 
 from kvant.machine import default_device, environment, this_machine
 from kvant.operators.dispatch import gpu_backend
@@ -36,7 +47,8 @@ from kvant.tools.bench.bandwidth import COPY_BYTES, copy_bandwidth_gb_s
 from kvant.tools.statistics import in_turns
 
 CONTEXTS = {"gpu": "1k,2k,4k,8k,16k,32k,64k,128k", "cpu": "1k,4k,16k"}
-CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}  # of an unquantized cache: chains have fewer layers if this is exceeded
+# of an unquantized cache: chains have fewer layers if this is exceeded
+CHAIN_BYTES = {"gpu": 2**30, "cpu": 2**27}
 SAMPLE_S = 0.02  # a sample takes at least so long
 # Of MLX's bfloat16 time, by bits, and of copy bandwidth at 8 bits; on a GPU.
 GOAL, GOAL_RATIOS, GOAL_SHARE = ("qwen3-4b", 32768), {8: 0.6, 4: 0.4}, 0.6
@@ -53,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = environment()
     recording: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["scripts/bench_attention.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "command": shlex.join(
+            ["scripts/bench_attention.py", *(sys.argv[1:] if arguments is None else arguments)]
+        ),
         "load_average": round(os.getloadavg()[0], 2),  # of the last minute: how busy others kept the machine
         **asdict(here),
         **plan,
@@ -90,7 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "path": variant.path,
                         "bits": variant.bits,
                         "ms": ms,
-                        "ratio": median(own / base for own, base in zip(ms, times[variants[0].label], strict=True)),
+                        "ratio": median(
+                            own / base for own, base in zip(ms, times[variants[0].label], strict=True)
+                        ),
                         "cache_bytes": variant.token_bytes * context,
                         "gb_per_s": speed,
                         "copy_share": speed / bandwidth,
@@ -111,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(variants: Sequence[Variant], query: mx.array, plan: dict[str, Any]) -> dict[str, list[float]]:
-    """Milliseconds a layer of each variant, one a round; every round has all variants, the order alternating."""
+    """Milliseconds a layer of each variant, one a round; every round has all variants, the order
+    alternating.
+    """
 
     def way(variant: Variant) -> Callable[[], float]:
         sample = _sample(_chain(variant, plan["kind"] == "gpu"), query, variant.layers)
@@ -151,14 +169,20 @@ def _sample(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", help=f"cached tokens; default {CONTEXTS['gpu']}, on a CPU {CONTEXTS['cpu']}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--contexts", help=f"cached tokens; default {CONTEXTS['gpu']}, on a CPU {CONTEXTS['cpu']}"
+    )
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: all of %(default)s")
     parser.add_argument("--bits", default="0,8,4", help="of a cached element; default %(default)s")
     parser.add_argument("--paths", help="unfused, fused or both; default: fused on a GPU, unfused on a CPU")
     parser.add_argument("--paged", action="store_true", help="also the fused kernel over a pool's pages")
     parser.add_argument("--rounds", type=int, default=15, help="default %(default)s")
-    parser.add_argument("--memory-gb", type=float, help="leave out contexts that need more; default: half the device's")
+    parser.add_argument(
+        "--memory-gb", type=float, help="leave out contexts that need more; default: half the device's"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write JSON there, too")
     return parser
 
@@ -176,16 +200,24 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         "paged": options.paged,
         "dtype": "bfloat16" if kind == "gpu" else "float32",
         "rounds": options.rounds,
-        "memory_bytes": int(options.memory_gb * 1e9) if options.memory_gb else this_machine().limit_bytes // 2,
+        "memory_bytes": int(options.memory_gb * 1e9)
+        if options.memory_gb
+        else this_machine().limit_bytes // 2,
     }
     for name, allowed in (("shapes", [*SHAPES]), ("bits", [0, 8, 4]), ("paths", ["unfused", "fused"])):
         if len(set(plan[name])) < len(plan[name]) or not {*plan[name]} <= {*allowed}:
-            raise ValueError(f"--{name} is {plan[name]}; expected some of {', '.join(map(str, allowed))}, each once")
+            raise ValueError(
+                f"--{name} is {plan[name]}; expected some of {', '.join(map(str, allowed))}, each once"
+            )
     if "fused" in plan["paths"] and backend is None:
         raise ValueError("--paths has fused, but the default device is a CPU: the kernel needs a GPU")
     if options.paged and "fused" not in plan["paths"]:
         raise ValueError(f"--paged is of the fused kernel; --paths is {','.join(plan['paths'])}")
-    if options.rounds < 1 or min(plan["contexts"]) < 1 or (options.memory_gb is not None and not options.memory_gb > 0):
+    if (
+        options.rounds < 1
+        or min(plan["contexts"]) < 1
+        or (options.memory_gb is not None and not options.memory_gb > 0)
+    ):
         raise ValueError("--rounds, --contexts and --memory-gb are to be above 0")
     if options.output is not None and not options.output.parent.is_dir():
         raise ValueError(f"--output is {options.output}; its folder does not exist")
@@ -197,7 +229,9 @@ def _numbers(name: str, text: str) -> list[int]:
     try:
         found = [int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{name} is {text!r}; expected numbers separated by commas, such as 1k,4096") from None
+        raise ValueError(
+            f"{name} is {text!r}; expected numbers separated by commas, such as 1k,4096"
+        ) from None
     if len(set(found)) < len(found):
         raise ValueError(f"{name} is {text!r}; expected each once")
     return found
@@ -210,22 +244,35 @@ def _layers(shape: str, context: int, plan: dict[str, Any]) -> tuple[int, int]:
     width = DTYPES[plan["dtype"]].size
     layers = max(1, min(most, CHAIN_BYTES[plan["kind"]] // (elements * width)))
     held = width + sum(bits / 8 + 2 * width / MLX_LM_GROUP for bits in plan["bits"] if bits)
-    held += sum(bits / 8 + 2 / GROUP if bits else width for bits in plan["bits"]) * (2 if plan["paged"] else 1)
+    held += sum(bits / 8 + 2 / GROUP if bits else width for bits in plan["bits"]) * (
+        2 if plan["paged"] else 1
+    )
     made = 16  # dequantized keys and values, their products, a kv head in float64
     return layers, int(elements * (layers * held + made))
 
 
 def _copy_bytes() -> int:
     """Bytes of a copy: on a fast GPU 256 MB take less than launching them does."""
-    return COPY_BYTES if default_device() == "cpu" else min(2**31, max(COPY_BYTES, this_machine().limit_bytes // 16))
+    return (
+        COPY_BYTES
+        if default_device() == "cpu"
+        else min(2**31, max(COPY_BYTES, this_machine().limit_bytes // 16))
+    )
 
 
 def goals(recording: dict[str, Any]) -> list[str]:
     """The goals for a GPU, and whether the figures meet them."""
     counts = recording["kind"] == "gpu" and recording["dtype"] == "bfloat16"
-    fused = {r["bits"]: r for r in recording["results"] if (r["shape"], r["context"], r["path"]) == (*GOAL, "fused")}
+    fused = {
+        r["bits"]: r
+        for r in recording["results"]
+        if (r["shape"], r["context"], r["path"]) == (*GOAL, "fused")
+    }
     wanted = [
-        *((bits, "ratio", f"at most {most} of MLX's bfloat16 time", -most) for bits, most in GOAL_RATIOS.items()),
+        *(
+            (bits, "ratio", f"at most {most} of MLX's bfloat16 time", -most)
+            for bits, most in GOAL_RATIOS.items()
+        ),
         (8, "copy_share", f"over {GOAL_SHARE:.0%} of copy bandwidth", GOAL_SHARE),
     ]
     found = []
@@ -233,7 +280,9 @@ def goals(recording: dict[str, Any]) -> list[str]:
         verdict = "not measured"
         if counts and bits in fused:
             value = fused[bits][figure]
-            verdict = f"{'met' if (value <= -bound if bound < 0 else value > bound) else 'NOT MET'}, {value:.2f}"
+            verdict = (
+                f"{'met' if (value <= -bound if bound < 0 else value > bound) else 'NOT MET'}, {value:.2f}"
+            )
         found.append(f"goal: {bits}-bit {said}, {GOAL[0]} at {GOAL[1]:,}: {verdict}")
     return found
 
@@ -261,7 +310,9 @@ def table(recording: dict[str, Any]) -> str:
                 f"{result['copy_share']:.0%}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"left out: {reason}" for reason in recording["skipped"]), *goals(recording)])
+    return "\n".join(
+        [*lines, "", *(f"left out: {reason}" for reason in recording["skipped"]), *goals(recording)]
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """A decode step of an mlx-lm model with kvant's cache, against mlx-lm's own caches: a table, then JSON.
 
-Run: python scripts/bench_bridge.py [blocks]. One process, one BLAS; the caches take turns, a block of steps each. The
+Run: python scripts/bench_bridge.py [blocks]. One process, one BLAS; the caches take turns, a block of steps
+    each. The
 model is llama-like, with random float32 weights. Every cache holds 128 or 1,500 tokens when it begins.
 
 - mlx-lm: mlx-lm's loop, which queues the next step before it waits for a token, with its own cache.
 - list: the same loop with ``kvant.make_prompt_cache``.
-- loop: kvant's loop, as for a bridged folder: ``make_model_cache``, and positions turned by matrices on a CPU.
+- loop: kvant's loop, as for a bridged folder: ``make_model_cache``, and positions turned by matrices on a
+  CPU.
 """
 
 import json
@@ -74,7 +76,10 @@ def _ways(models: list[llama.Model], context: int, blocks: int) -> dict[str, Cal
     caches: dict[str, tuple[llama.Model, Any]] = {
         "mlx-lm 0": (models[0], mlx_lm_cache.make_prompt_cache(models[0])),
         **{
-            f"mlx-lm {bits}": (models[0], [mlx_lm_cache.QuantizedKVCache(GROUP, bits) for _ in models[0].layers])
+            f"mlx-lm {bits}": (
+                models[0],
+                [mlx_lm_cache.QuantizedKVCache(GROUP, bits) for _ in models[0].layers],
+            )
             for bits in (8, 4)
         },
     }

@@ -1,15 +1,18 @@
-"""Drafts from the text itself on the embedded model: what they cost and save. Tests show that the texts are the same.
+"""Drafts from the text itself on the embedded model: what they cost and save. Tests show that the texts are
+the same.
 
 Run: python scripts/bench_drafts.py [rounds]    (default: 15)
 
 Prints JSON:
 
-- "edit": a file is the prompt, and the answer is the same file with a name changed, token by token whatever the model
-  says: tokens a step, and the times of both loops.
+- "edit": a file is the prompt, and the answer is the same file with a name changed, token by token whatever
+  the model says: tokens a step, and the times of both loops.
 - "recall": the model has told a story, is asked for the same once more, and mostly copies it; greedily.
-- "not drafted": every token is drawn alike from all, so that nothing repeats; "stories": the model's own, of a sampler.
+- "not drafted": every token is drawn alike from all, so that nothing repeats; "stories": the model's own, of
+  a sampler.
 
-Times are those with drafts divided by those without, of wall and of processor time: medians over rounds, in turns.
+Times are those with drafts divided by those without, of wall and of processor time: medians over rounds, in
+turns.
 """
 
 import inspect
@@ -65,7 +68,10 @@ def main() -> None:
         "recall": lambda number, draft: answer(told_twice(number), draft, max_tokens=250),
         **{
             name: lambda number, draft, given=given: answer(  # type: ignore[misc]
-                ids(stories[number % len(stories)]), draft, sampler=make_sampler(*given, seed=number), max_tokens=200
+                ids(stories[number % len(stories)]),
+                draft,
+                sampler=make_sampler(*given, seed=number),
+                max_tokens=200,
             )
             for name, given in (("not drafted", (50.0,)), ("stories", (1.0, 0.95)))
         },

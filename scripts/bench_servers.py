@@ -3,10 +3,10 @@
 Run: python scripts/bench_servers.py [options of kvant bench]
      (default: --streams 1,4,8 --prompt-tokens 128 --max-tokens 64 --repeats 5)
 
-Starts both on loopback, each with room for 8 requests at once, and measures them by ``kvant bench --server``. mlx-lm
-is there twice: "mlx-lm" as shipped, and "mlx-lm float32" with float32 weights and kvant's BLAS, as half precision and
-MLX's own BLAS are slow on a CPU. mlx_lm.server knows no ignore_eos, so its folders name an end of text that the
-model does not generate: all answers have --max-tokens tokens.
+Starts both on loopback, each with room for 8 requests at once, and measures them by ``kvant bench --server``.
+mlx-lm is there twice: "mlx-lm" as shipped, and "mlx-lm float32" with float32 weights and kvant's BLAS, as
+half precision and MLX's own BLAS are slow on a CPU. mlx_lm.server knows no ignore_eos, so its folders name an
+end of text that the model does not generate: all answers have --max-tokens tokens.
 """
 
 import json
@@ -50,7 +50,9 @@ def main() -> None:
         ]
         models = (POCKET, "default_model", "default_model")
         names = [
-            text for url, name in zip(urls, models, strict=True) for text in ("--server", url, "--server-model", name)
+            text
+            for url, name in zip(urls, models, strict=True)
+            for text in ("--server", url, "--server-model", name)
         ]
         command = [sys.executable, "-m", "kvant", "bench", *names, "--baseline", "mlx-lm float32"]
         if os.geteuid() == 0:  # a client that waits for a processor would see several tokens come at once
@@ -93,7 +95,11 @@ def _folder(folder: Path, *, cast: bool) -> Path:
     """A copy of the embedded model that mlx_lm.server does not end early, in float32 if it is to be cast."""
     shutil.copytree(find_model(POCKET), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     never = {"eos_token_id": NEVER}
-    for name, other in (("config", never), ("generation_config", never), ("tokenizer_config", {"eos_token": None})):
+    for name, other in (
+        ("config", never),
+        ("generation_config", never),
+        ("tokenizer_config", {"eos_token": None}),
+    ):
         path = folder / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | other))
     if cast:

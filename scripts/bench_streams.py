@@ -2,13 +2,15 @@
 
 Run: python scripts/bench_streams.py [rounds]    (default: 3)
 
-Random weights of pocket's shape, 8-bit cache. Prints JSON, medians over rounds, in ms of wall and of processor time:
+Random weights of pocket's shape, 8-bit cache. Prints JSON, medians over rounds, in ms of wall and of
+processor time:
 
-- 4 streams decode while a prompt of 2,048 tokens is fed in chunks of 128: the 99th percentile between two tokens of a
-  stream, divided by the time of a step of the four and one chunk, each measured alone in the same round. A chunk takes
-  longer the more tokens are before it: "ratio" is to the median chunk, "last_ratio" to the last one.
-- a step of 8 streams in a pool of their size and in one of a hundred times that, in turns; and the memory that MLX
-  takes beside what it holds, which would show a copy.
+- 4 streams decode while a prompt of 2,048 tokens is fed in chunks of 128: the 99th percentile between two
+  tokens of a stream, divided by the time of a step of the four and one chunk, each measured alone in the same
+  round. A chunk takes longer the more tokens are before it: "ratio" is to the median chunk, "last_ratio" to
+  the last one.
+- a step of 8 streams in a pool of their size and in one of a hundred times that, in turns; and the memory
+  that MLX takes beside what it holds, which would show a copy.
 """
 
 import json
@@ -60,7 +62,9 @@ def late_prompt(model: LanguageModel) -> dict[str, float]:
     """Times between tokens while another prompt is fed, and of a step and of a chunk alone."""
     scheduler = _decoding(model, [SHORT_PROMPT] * STREAMS, room=STREAMS * 1024 + 2 * LONG_PROMPT, spare=1)
     steps = [_timed(scheduler) for _ in range(STEPS)]
-    alone = Scheduler(model, model.make_pool(LONG_PROMPT + CHUNK, sequences=1, prefill_step_size=CHUNK), max_batch=1)
+    alone = Scheduler(
+        model, model.make_pool(LONG_PROMPT + CHUNK, sequences=1, prefill_step_size=CHUNK), max_batch=1
+    )
     during: list[Times] = []
     chunks: list[Times] = []
     last: list[Times] = []
@@ -76,7 +80,12 @@ def late_prompt(model: LanguageModel) -> dict[str, float]:
     for place, name in enumerate(("", "cpu_")):
         step, chunk, end = (median(t[place] for t in times) for times in (steps, chunks, last))
         between = percentile([t[place] for t in during], 99)
-        figures |= {f"{name}step": step, f"{name}chunk": chunk, f"{name}last_chunk": end, f"{name}p99": between}
+        figures |= {
+            f"{name}step": step,
+            f"{name}chunk": chunk,
+            f"{name}last_chunk": end,
+            f"{name}p99": between,
+        }
         figures[f"{name}ratio"] = between / (step + chunk)
         figures[f"{name}last_ratio"] = between / (step + end)
     return figures
@@ -96,7 +105,9 @@ def larger_pool(model: LanguageModel, rounds: int) -> dict[str, Any]:
 
     ways = {str(times): way(_decoding(model, [SHORT_PROMPT] * 8, room=room * times)) for times in (1, LARGER)}
     small, large = in_turns(ways, rounds * STEPS, warm_ups=STEPS).values()
-    walls, busy = ([own[place] / other[place] for own, other in zip(large, small, strict=True)] for place in (0, 1))
+    walls, busy = (
+        [own[place] / other[place] for own, other in zip(large, small, strict=True)] for place in (0, 1)
+    )
     return {
         "pool_tokens": [room, room * LARGER],
         "ratio": round(median(walls), 2),

@@ -1,9 +1,11 @@
-"""The worth of the bias split: the embedded model made Qwen2-like by a large key bias, its quality by cache format.
+"""The worth of the bias split: the embedded model made Qwen2-like by a large key bias, its quality by cache
+format.
 
 Run: python scripts/bias_split.py > docs/bias-split/quality.jsonl
 
-A constant is added to k_proj.bias in every head's lowest-frequency rotary pair. There R_j b hardly moves within the
-context, so the softmax cancels it and the model's function stays: the first row of the table checks that.
+A constant is added to k_proj.bias in every head's lowest-frequency rotary pair. There R_j b hardly moves
+within the context, so the softmax cancels it and the model's function stays: the first row of the table
+checks that.
 """
 
 import json
@@ -36,7 +38,9 @@ ROW += "{recall:.2f} |"
 
 
 def plant(source: Path, folder: Path, constant: float) -> Path:
-    """A copy of a checkpoint with ``constant`` added to every head's key bias in its lowest-frequency pair."""
+    """A copy of a checkpoint with ``constant`` added to every head's key bias in its lowest-frequency
+    pair.
+    """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "heldout.jsonl"))
     head_dim = json.loads((folder / "config.json").read_text())["head_dim"]
     weights = {name: mx.array(x) for name, x in mx.load(str(source / "model.safetensors")).items()}
@@ -50,7 +54,12 @@ def plant(source: Path, folder: Path, constant: float) -> Path:
 
 
 def measure(
-    plain: Decoder, model: Decoder, text: Text, recall: list[Dialogue], constant: float, formats: list[CacheFormat]
+    plain: Decoder,
+    model: Decoder,
+    text: Text,
+    recall: list[Dialogue],
+    constant: float,
+    formats: list[CacheFormat],
 ) -> list[dict[str, Any]]:
     """Quality of cache formats against the unchanged model's full-precision cache, in nats and shares.
 
@@ -67,9 +76,20 @@ def measure(
         right = [exact for dialogue in asked for exact in answer(model, cache, dialogue)]
         bits, group, split = cache_format.kv_bits, cache_format.kv_group_size, cache_format.bias_split
         found, recalled = tally.figures(), mean(right) if right else None
-        figures = {"perplexity": found.perplexity, "mean_kld": found.mean_kld_nats, "p99_kld": found.p99_kld_nats}
+        figures = {
+            "perplexity": found.perplexity,
+            "mean_kld": found.mean_kld_nats,
+            "p99_kld": found.p99_kld_nats,
+        }
         rows.append(
-            {"constant": constant, "bits": bits, "group": group, "split": split, **figures, "top1": found.top1}
+            {
+                "constant": constant,
+                "bits": bits,
+                "group": group,
+                "split": split,
+                **figures,
+                "top1": found.top1,
+            }
             | {"recall": recalled}
         )
     return rows

@@ -1,8 +1,9 @@
 """Use the page of `kvant serve` in a real Chromium, as people do and as attackers would.
 
-Usage: python -m pytest -n 0 scripts/check_page.py. It needs Chromium (Debian: apt-get install chromium), the package
-playwright, and the extras cpu, serve and test. Each test has a browser profile of its own. KVANT_PICTURES names a
-folder for a picture of each tab at its end.
+Usage: python -m pytest -n 0 scripts/check_page.py. It needs Chromium (Debian: apt-get install chromium), the
+    package
+playwright, and the extras cpu, serve and test. Each test has a browser profile of its own. KVANT_PICTURES
+names a folder for a picture of each tab at its end.
 """
 
 import json
@@ -43,16 +44,21 @@ ATTACKS = [
     "<script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>",
     "<svg onload=window.hit=1><iframe srcdoc='<script>parent.hit=1</script>'></iframe>",
-    "[a](javascript:window.hit=1) [b](JaVaScRiPt:window.hit=1) [c](java\nscript:window.hit=1) [d](data:text/html,x)",
-    "[e](\u0001javascript:window.hit=1) [f](//elsewhere.example/x) [g](/health) [h](file:///etc/hosts) <javascript:x>",
-    "![tracker](https://elsewhere.example/pixel.png) <link rel=stylesheet href=https://elsewhere.example/x.css>",
+    "[a](javascript:window.hit=1) [b](JaVaScRiPt:window.hit=1) [c](java\nscript:window.hit=1) "
+    "[d](data:text/html,x)",
+    "[e](\u0001javascript:window.hit=1) [f](//elsewhere.example/x) [g](/health) [h](file:///etc/hosts) "
+    "<javascript:x>",
+    "![tracker](https://elsewhere.example/pixel.png) <link rel=stylesheet "
+    "href=https://elsewhere.example/x.css>",
     '[x](https://elsewhere.example/"onmouseover="window.hit=1) [**y**](https://elsewhere.example/<script>)',
-    "| <b onclick=window.hit=1>a</b> | b |\n| --- | --- |\n| <script>window.hit=1</script> | [z](vbscript:x) |",
+    "| <b onclick=window.hit=1>a</b> | b |\n| --- | --- |\n| <script>window.hit=1</script> | [z](vbscript:x) "
+    "|",
     "&lt;script&gt;window.hit=1&lt;/script&gt; &#x6A;avascript:",
     "> " * 300 + "deep",
     "".join(f"{'  ' * i}- deep\n" for i in range(200)),
     "*" * 3000 + "[" * 3000 + "`" * 2999 + "_a" * 3000,
-    '```"><script>window.hit=1</script>\n</code></pre><script>window.hit=1</script>',  # a fence without an end
+    # a fence without an end
+    '```"><script>window.hit=1</script>\n</code></pre><script>window.hit=1</script>',
 ]
 MARKDOWN = """\
 # One
@@ -94,7 +100,11 @@ root.normalize();
 const tree = (node) => node.nodeType === 3 ? node.data
   : [node.localName + (node.href ?? ''), ...[...node.childNodes].map(tree)];
 return { tree: tree(root), spoken }; })(%s, %d)"""
-LIST = ["ol", ["li", "c", ["div", ["div", "js", ["button", "Copy"]], ["pre", ["code", 'let d = "<e>";']]]], ["li", "f"]]
+LIST = [
+    "ol",
+    ["li", "c", ["div", ["div", "js", ["button", "Copy"]], ["pre", ["code", 'let d = "<e>";']]]],
+    ["li", "f"],
+]
 TREE = [
     ["h3", "One"],
     [
@@ -110,12 +120,16 @@ TREE = [
 ]  # fmt: skip
 SPOKEN = """One Two three four five <b> six seven next link. a b c let d = "<e>"; f g h i j, k, l, m|n, o ``` p *q*
 r_s_t 2 * 3 * 4 http://example.org/u_v_w."""
-TAGS = "article div p h3 h4 h5 h6 ul ol li blockquote pre code a strong em del br hr table thead tbody tr th td"
+TAGS = (
+    "article div p h3 h4 h5 h6 ul ol li blockquote pre code a strong em del br hr table thead tbody tr th td"
+)
 ATTRIBUTES = "class hidden type href rel target referrerpolicy tabindex role start title"
 
 
 class Tab:
-    """A page in a browser: every address that it asked for and what it sent, and its console's errors and warnings."""
+    """A page in a browser: every address that it asked for and what it sent, and its console's errors and
+    warnings.
+    """
 
     def __init__(self, context: BrowserContext, url: str, reached: bool) -> None:
         self.url = url
@@ -125,7 +139,11 @@ class Tab:
         self.page.on("request", lambda request: self.requests.append(request))
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("console", self._note)
-        self.run, self.press, self.type = self.page.evaluate, self.page.keyboard.press, self.page.keyboard.insert_text
+        self.run, self.press, self.type = (
+            self.page.evaluate,
+            self.page.keyboard.press,
+            self.page.keyboard.insert_text,
+        )
         self.reload, self.front = self.page.reload, self.page.bring_to_front
         self.page.goto(url)
         if reached:
@@ -146,7 +164,9 @@ class Tab:
             self.page.close()
 
     def wait(self, expression: str, seconds: float = 20) -> Any:
-        """Wait until an expression is true. Returns its value. The page's policy forbids Playwright's own way."""
+        """Wait until an expression is true. Returns its value. The page's policy forbids Playwright's own
+        way.
+        """
         end = time.monotonic() + seconds
         while not (found := self.run(expression)):
             assert time.monotonic() < end, (expression, self.run("document.body.innerText.slice(0, 2000)"))
@@ -184,7 +204,9 @@ class Tab:
         """Ask, with an answer that is made here. A lone one, of several pieces."""
         pieces = [{"delta": {"reasoning_content": thinking}}] if thinking else []
         pieces += [{"delta": {"content": text[i : i + 7]}} for i in range(0, len(text), 7)]
-        events: list[Any] = [{"choices": [piece]} for piece in [*pieces, {"delta": {}, "finish_reason": "stop"}]]
+        events: list[Any] = [
+            {"choices": [piece]} for piece in [*pieces, {"delta": {}, "finish_reason": "stop"}]
+        ]
         events.append({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 9}})
         body = "".join(f"data: {event}\n\n" for event in [*map(json.dumps, events), "[DONE]"])
         answer = {"status": 200, "content_type": "text/event-stream", "body": body}
@@ -221,7 +243,9 @@ def visit(browser: Browser, server: httpx2.Client) -> Iterator[Callable[..., Tab
     """
     tabs: list[Tab] = []
 
-    def visit(at: httpx2.Client = server, *, beside: Tab | None = None, reached: bool = True, **screen: Any) -> Tab:
+    def visit(
+        at: httpx2.Client = server, *, beside: Tab | None = None, reached: bool = True, **screen: Any
+    ) -> Tab:
         if beside is None:
             context = browser.new_context(**{"viewport": {"width": 1360, "height": 860}} | screen)
             context.add_init_script(HELPERS)
@@ -281,7 +305,11 @@ def test_many_answers(visit: Any, server: httpx2.Client) -> None:
     text = "There was a bear named Clara, who had a boat. She met a hare and a fox. " * 12
     for number, words in enumerate((text, f"{text} And then?", "A duck wants to fly.")):
         # Another client's question, whose answer is long.
-        body = {"model": "pocket", "messages": [{"role": "user", "content": words}], "max_tokens": 650 + 20 * number}
+        body = {
+            "model": "pocket",
+            "messages": [{"role": "user", "content": words}],
+            "max_tokens": 650 + 20 * number,
+        }
         body |= {"ignore_eos": True, "seed": number}
         ask = partial(server.post, "/v1/chat/completions", json=body, timeout=None)
         threading.Thread(target=ask).start()
@@ -327,7 +355,10 @@ def test_edit_and_retry(visit: Any) -> None:
     tab.click("#options > summary")
     first = tab.ask(STORY)
     sent = tab.sent()
-    assert sent["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": STORY}]
+    assert sent["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": STORY},
+    ]
     assert (sent["seed"], sent["max_tokens"], sent["temperature"]) == (7, 12, 0.9)
     assert "limit of tokens" in tab.ended()
     # With its seed the same answer comes again.
@@ -457,10 +488,14 @@ def test_attacks(visit: Any) -> None:
     harmless(tab)
     assert tab.run("$('.own').textContent") == ATTACKS[1]
     # Whatever a mistake lets through, the policy stops.
-    replaced = "(() => { try { document.body.innerHTML = '<b>x</b>' } catch (error) { return error.name } })()"
+    replaced = (
+        "(() => { try { document.body.innerHTML = '<b>x</b>' } catch (error) { return error.name } })()"
+    )
     assert tab.run(replaced) == "TypeError"
     assert tab.run("fetch('https://elsewhere.example/').then(() => 'sent', () => 'stopped')") == "stopped"
-    tab.run("document.head.append(Object.assign(document.createElement('style'), {textContent: '*{color:red}'}))")
+    tab.run(
+        "document.head.append(Object.assign(document.createElement('style'), {textContent: '*{color:red}'}))"
+    )
     assert tab.run("getComputedStyle($('h1')).color") != "rgb(255, 0, 0)"
     assert tab.problems, "the policy said nothing"
     tab.problems.clear()
@@ -582,7 +617,9 @@ def test_full_storage(visit: Any) -> None:
 def test_many_conversations(visit: Any) -> None:
     """The hundred newest stay."""
     tab = visit()
-    made = "JSON.stringify({title: 't' + i, updated: i, system: '', sampling: {}, revision: 'r', messages: []})"
+    made = (
+        "JSON.stringify({title: 't' + i, updated: i, system: '', sampling: {}, revision: 'r', messages: []})"
+    )
     tab.run(f"for (let i = 0; i < 105; i++) localStorage.setItem('kvant.conversation.' + i, {made})")
     tab.reload()
     tab.ask(STORY)

@@ -1,7 +1,8 @@
 """Build kvant's sdist and wheel, compare their contents with git, and run the wheel in an empty environment.
 
 pip takes the wheel from an index on this machine, and its dependencies from the indexes it is set up for.
-Usage: python scripts/check_wheel.py [folder for the two files]. It needs a clone, and the packages build and hatchling.
+Usage: python scripts/check_wheel.py [folder for the two files]. It needs a clone, and the packages build and
+    hatchling.
 """
 
 import os
@@ -82,7 +83,9 @@ def try_wheel(wheel: Path, folder: Path) -> None:
         if f"/simple/kvant/{wheel.name}" not in asked:
             sys.exit(f"pip did not take {wheel.name} from {address}, which it asked for {asked}")
     run(pip, "check", cwd=folder)
-    [example] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    [example] = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
     for command, expected in (
         ((kvant, "generate", STORY, "--max-tokens", "40", "--temp", "0", "--quiet"), "Pip"),
         ((python, "-c", example), "bytes, now and later"),
@@ -112,7 +115,8 @@ def index(wheel: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 def run(*command: str, cwd: Path | None = None) -> str:
     """A command's output. If the command fails, the program ends with all of it."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it could find the tree
+    # it could find the tree
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command, cwd=cwd, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )

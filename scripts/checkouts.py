@@ -2,13 +2,15 @@
 
 Run: python scripts/checkouts.py OLD NEW [rounds] [shapes | FOLDER]    (default: 9)
 
-With "shapes": a step of pocket's shape after up to 32k tokens; and of Qwen2.5-0.5B's with 32,000 ids, in float32 and
-with 4-bit weights, after a prompt of 256, whose time is told too. Weights are random. With a FOLDER, or a name: that
-model in place of pocket, with fewer tokens and without the command, such as smollm2-135m-q4.
+With "shapes": a step of pocket's shape after up to 32k tokens; and of Qwen2.5-0.5B's with 32,000 ids, in
+float32 and with 4-bit weights, after a prompt of 256, whose time is told too. Weights are random. With a
+FOLDER, or a name: that model in place of pocket, with fewer tokens and without the command, such as
+smollm2-135m-q4.
 
-OLD and NEW are folders of the repository, each with an environment .venv in which that checkout is installed. Every
-figure is of a process of its own, the checkouts alternate, and a ratio is the new one's time divided by the old one's.
-Prints JSON: of each case and figure the median ratio, the smallest and the largest, and both medians.
+OLD and NEW are folders of the repository, each with an environment .venv in which that checkout is installed.
+Every figure is of a process of its own, the checkouts alternate, and a ratio is the new one's time divided by
+the old one's. Prints JSON: of each case and figure the median ratio, the smallest and the largest, and both
+medians.
 """
 
 import json
@@ -52,8 +54,8 @@ print(json.dumps(found))
 CASES = ["128 0", "128 8", "128 4", "1500 0", "1500 8", "1500 4", "streams 8", "command"]
 MODEL_CASES = ["128 0", "128 8", "128 4", "streams 8"]
 STORY = ["generate", "Tell me a story about a fox named Pip.", "-m", "20", "--temp", "0", "-q"]
-# Prints JSON: milliseconds of a step and of the first token, or seconds of eight answers; and processor seconds. The
-# second of two runs in a process counts.
+# Prints JSON: milliseconds of a step and of the first token, or seconds of eight answers; and processor
+# seconds. The second of two runs in a process counts.
 CHILD = """
 import json, statistics, sys, time
 import kvant
@@ -83,14 +85,20 @@ print(json.dumps(found))
 
 
 def measured(folder: Path, case: str, text: Path, model: str) -> dict[str, float]:
-    """Run a case of a model in a checkout's environment, with a text or with a folder of models of random weights."""
+    """Run a case of a model in a checkout's environment, with a text or with a folder of models of random
+    weights.
+    """
     if case == "command":
         began = perf_counter()
         command = [str(folder / ".venv/bin/kvant"), *STORY]
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
         return {"wall_s": perf_counter() - began}
     words = case.split()
-    child = [CHILD, *words, str(text), model] if text.is_file() else [SHAPE_CHILD, str(text / words[0]), *words[1:]]
+    child = (
+        [CHILD, *words, str(text), model]
+        if text.is_file()
+        else [SHAPE_CHILD, str(text / words[0]), *words[1:]]
+    )
     command = [str(folder / ".venv/bin/python"), "-c", *child]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout)
@@ -108,13 +116,19 @@ def main() -> None:
         return
     with TemporaryDirectory() as made:
         small = replace(SHAPES["qwen2.5-0.5b"], vocab_size=32000)
-        for name, shape, bits in (("pocket", SHAPES["pocket"], 0), ("0.5B", small, 0), ("0.5B-4bit", small, 4)):
+        for name, shape, bits in (
+            ("pocket", SHAPES["pocket"], 0),
+            ("0.5B", small, 0),
+            ("0.5B-4bit", small, 4),
+        ):
             (Path(made) / name).mkdir()
             write_random(shape, Path(made) / name, bits=bits, group_size=64)
         print(json.dumps(compared(old, new, rounds, SHAPE_CASES, Path(made)), indent=1))
 
 
-def compared(old: Path, new: Path, rounds: int, cases: list[str], text: Path, model: str = "pocket") -> dict[str, Any]:
+def compared(
+    old: Path, new: Path, rounds: int, cases: list[str], text: Path, model: str = "pocket"
+) -> dict[str, Any]:
     """Of each case and figure the ratios, and both medians."""
     record = {}
     for case in cases:

@@ -7,12 +7,14 @@ Run: python scripts/claims.py CLAIM [rounds]
     bias_split  what the bias split costs in one layer's attention of a decode step
     append      a decode step's time and memory do not depend on how much is reserved
     experts     a step and a prefill through experts: native, bridged, and mlx-lm
-    command     the whole command from start to exit: kvant generate and mlx_lm.generate. Run it where torch is not
-                installed: transformers imports it if it can, and mlx_lm.generate is then slower than its users see it
-    ranks       one process against two ranks of this machine, which share its cores: what ranks cost, and no gain
+    command     the whole command from start to exit: kvant generate and mlx_lm.generate. Run it where torch
+                is not installed: transformers imports it if it can, and mlx_lm.generate is then slower than
+                its users see it
+    ranks       one process against two ranks of this machine, which share its cores: what ranks cost, and no
+    gain
 
-Rounds go through the ways forwards and backwards in turn; the first is not counted. A ratio is the median over rounds
-of a time divided by the first way's of the same round, with its range.
+Rounds go through the ways forwards and backwards in turn; the first is not counted. A ratio is the median
+over rounds of a time divided by the first way's of the same round, with its range.
 """
 
 import re
@@ -97,7 +99,9 @@ Rows = tuple[mx.array, mx.array, mx.array]  # query (1, S, H, D), key and value 
 
 def _random_rows(tokens: int) -> Rows:
     keys = mx.random.split(mx.random.key(1), 3)
-    query, key, value = (mx.random.normal((1, tokens, n, 64), key=k) for n, k in zip((4, 2, 2), keys, strict=True))
+    query, key, value = (
+        mx.random.normal((1, tokens, n, 64), key=k) for n, k in zip((4, 2, 2), keys, strict=True)
+    )
     return query, key, value
 
 
@@ -108,7 +112,9 @@ def _attend(rows: Sequence[mx.array], start: int, cache: mx.array) -> mx.array:
 
 
 def last_row_difference(tokens: int = 48) -> float:
-    """The largest difference of the newest query's output through the cache from the full computation's last row."""
+    """The largest difference of the newest query's output through the cache from the full computation's
+    last row.
+    """
     rows, cache = _random_rows(tokens), mx.zeros((1, 1, 2, 2, tokens, 64))
     full = _attend(rows, 0, mx.zeros_like(cache))
     _attend([x[:, :-1] for x in rows], 0, cache)
@@ -116,7 +122,9 @@ def last_row_difference(tokens: int = 48) -> float:
 
 
 def earlier_rows_differences(tokens: int = 48) -> tuple[float, float]:
-    """The largest changes that one more token makes: in the earlier outputs, and in the earlier keys and values."""
+    """The largest changes that one more token makes: in the earlier outputs, and in the earlier keys and
+    values.
+    """
     rows = _random_rows(tokens)
     shorter, longer = (mx.zeros((1, 1, 2, 2, tokens, 64)) for _ in range(2))
     before, after = _attend([x[:, :-1] for x in rows], 0, shorter), _attend(rows, 0, longer)
@@ -139,10 +147,15 @@ def cache(rounds: int = 1) -> None:
     question = [{"role": "user", "content": "Tell me a story about a fox named Pip."}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
     ways = {
-        way: lambda way=way: greedy_tokens(model, prompt, 64, cached=way == "a cache") for way in ("a cache", "none")
+        way: lambda way=way: greedy_tokens(model, prompt, 64, cached=way == "a cache")
+        for way in ("a cache", "none")
     }  # type: ignore[misc]
     heading(
-        "with a cache, ms", "without", "the same tokens", "last row differs by", "earlier outputs, keys and values by"
+        "with a cache, ms",
+        "without",
+        "the same tokens",
+        "last row differs by",
+        "earlier outputs, keys and values by",
     )
     found = in_turns({way: timed(run) for way, run in ways.items()}, rounds)
     same = ways["a cache"]() == ways["none"]()
@@ -172,13 +185,17 @@ def _unfused_ways(context: int, bits: int, group: int) -> dict[str, Callable[[],
 
     return {
         "kvant": timed(lambda: attend_rows(query, arrays, rows, quant_bit=bits)),
-        "mlx-lm": timed(lambda: quantized_scaled_dot_product_attention(query, *theirs, scale, None, 32, bits)),
+        "mlx-lm": timed(
+            lambda: quantized_scaled_dot_product_attention(query, *theirs, scale, None, 32, bits)
+        ),
         "float32": timed(lambda: mx.fast.scaled_dot_product_attention(query, key, value, scale=scale)),
     }
 
 
 def _filled(tokens: int, bits: int, group: int) -> tuple[list[mx.array], PagedRows, mx.array, mx.array]:
-    """A layer's arrays full of tokens, the rows of a step that writes the last one, and their keys and values."""
+    """A layer's arrays full of tokens, the rows of a step that writes the last one, and their keys and
+    values.
+    """
     key, value = (mx.random.normal((1, KV_HEADS, tokens, HEAD_DIM), key=mx.random.key(i)) for i in (0, 1))
     like = [mx.zeros(0, quantized_dtype(bits)), mx.zeros(0, mx.float16)]
     arrays = stored_tokens(key, value, like, quant_bit=bits, quant_group=group, alone=True)
@@ -189,7 +206,9 @@ def _filled(tokens: int, bits: int, group: int) -> tuple[list[mx.array], PagedRo
 def bias_split(rounds: int = 30) -> None:
     """An 8-bit cache, the append included, with the slowest pairs split off."""
     pairs = {"off, ms": None, "0 pairs": 0, "1 pair": 1, "4 pairs": 4, "all pairs": HEAD_DIM // 2}
-    query, new = (mx.random.normal((1, heads, 1, HEAD_DIM), key=mx.random.key(1)) for heads in (HEADS, KV_HEADS))
+    query, new = (
+        mx.random.normal((1, heads, 1, HEAD_DIM), key=mx.random.key(1)) for heads in (HEADS, KV_HEADS)
+    )
     heading("tokens", *pairs)
     for tokens in CONTEXTS:
         ways = {name: _appended(query, new, tokens, count) for name, count in pairs.items()}
@@ -228,7 +247,9 @@ def _latencies(steps: Iterable[Any]) -> list[float]:
 
 
 def append(rounds: int = 5, tokens: int = 100) -> None:
-    """A short context that stays the same; the reservation grows. The memory is that above the resting state."""
+    """A short context that stays the same; the reservation grows. The memory is that above the resting
+    state.
+    """
     model, _ = kvant.load(POCKET)
 
     def run(reserved: int) -> tuple[float, int]:
@@ -278,7 +299,9 @@ def expert_engines(folder: Path) -> dict[str, Callable[[], Step]]:
 
     return {
         "mlx-lm": lambda: start(theirs[0], lambda: make_prompt_cache(theirs[0])),
-        "bridged": lambda: start(bridged, lambda: kvant.make_prompt_cache(bridged, PROMPT + STEPS, kv_bits=0)),
+        "bridged": lambda: start(
+            bridged, lambda: kvant.make_prompt_cache(bridged, PROMPT + STEPS, kv_bits=0)
+        ),
         "kvant": lambda: start(own, lambda: own.make_cache(PROMPT + STEPS, kv_bits=0)),
     }
 
@@ -319,7 +342,17 @@ def command(rounds: int = 7) -> None:
     scripts = Path(sysconfig.get_path("scripts"))
     commands: dict[str, list[str | Path]] = {
         "mlx_lm": [scripts / "mlx_lm.generate", "--model", folder, "--prompt", prompt, "--max-tokens", "20"],
-        "kvant": [scripts / "kvant", "generate", prompt, "--model", folder, "--max-tokens", "20", "--temp", "0"],
+        "kvant": [
+            scripts / "kvant",
+            "generate",
+            prompt,
+            "--model",
+            folder,
+            "--max-tokens",
+            "20",
+            "--temp",
+            "0",
+        ],
     }
 
     def run(words: list[str | Path]) -> float:
@@ -328,11 +361,17 @@ def command(rounds: int = 7) -> None:
         return (time.perf_counter() - started) * 1e3
 
     heading("mlx_lm.generate, ms", "kvant generate")
-    row(*compared(in_turns({name: lambda words=words: run(words) for name, words in commands.items()}, rounds)))  # type: ignore[misc]
+    row(
+        *compared(
+            in_turns({name: lambda words=words: run(words) for name, words in commands.items()}, rounds)
+        )
+    )  # type: ignore[misc]
 
 
 def ranks(rounds: int = 3) -> None:
-    """A token of the embedded model after 128 tokens, as `kvant generate` says it; two ranks share this machine."""
+    """A token of the embedded model after 128 tokens, as `kvant generate` says it; two ranks share this
+    machine.
+    """
     asked = ["generate", "word " * 127, "--raw", "--max-tokens", "33", "--ignore-eos", "--temp", "0"]
 
     def run(*words: str) -> float:

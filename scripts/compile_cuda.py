@@ -1,8 +1,10 @@
 """The CUDA text of custom kernels, compiled with nvcc: the registers, spills and shared memory of each.
 
-mx.fast.cuda_kernel makes no kernel where MLX has no CUDA back end. So the text is put together here, after MLX 0.32's
-mlx/backend/cuda/custom_kernel.cpp; `recording` stands in for mx.fast.cuda_kernel and collects it. Mark every function
-__device__: nvcc takes one without it for the host's, while NVRTC, with which MLX compiles, takes it for the device's.
+mx.fast.cuda_kernel makes no kernel where MLX has no CUDA back end. So the text is put together here, after
+MLX 0.32's mlx/backend/cuda/custom_kernel.cpp; `recording` stands in for mx.fast.cuda_kernel and collects it.
+Mark every function
+__device__: nvcc takes one without it for the host's, while NVRTC, with which MLX compiles, takes it for the
+    device's.
 """
 
 import re
@@ -51,7 +53,10 @@ def cuda_text(
     suffix, constants = "", []
     for key, value in template:
         if isinstance(value, bool):
-            suffix, line = f"{suffix}_{'t' if value else 'f'}", f"constexpr bool {key} = {str(value).lower()};"
+            suffix, line = (
+                f"{suffix}_{'t' if value else 'f'}",
+                f"constexpr bool {key} = {str(value).lower()};",
+            )
         elif isinstance(value, int):
             suffix, line = f"{suffix}_{value}", f"constexpr int {key} = {value};"
         else:
@@ -67,9 +72,7 @@ def cuda_text(
     function = f"custom_kernel_{name}{suffix}"
     signature = f"__global__ void {function}(\n    " + ",\n    ".join(parameters) + ") {\n"
     body = signature + "".join(constants) + "\n" + source + "\n}\n"
-    space = (
-        f"namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n{body}\n}} // namespace mlx::core::cu\n"
-    )
+    space = f"namespace mlx::core::cu {{\n\nnamespace cg = cooperative_groups;\n\n{body}\n}} // namespace mlx::core::cu\n"
     return function, HEADER + header + space
 
 
@@ -79,7 +82,9 @@ def _metal_type(dtype: mx.Dtype) -> str:
 
 
 def recording(texts: dict[str, str]) -> Callable[..., Callable[..., list[mx.array]]]:
-    """A stand-in for mx.fast.cuda_kernel: its kernels put their text into `texts` by name and return zeros."""
+    """A stand-in for mx.fast.cuda_kernel: its kernels put their text into `texts` by name and return
+    zeros.
+    """
 
     def cuda_kernel(*, header: str = "", **named: Any) -> Callable[..., list[mx.array]]:
         known = {name: named[name] for name in ("name", "input_names", "output_names", "source")}
@@ -105,7 +110,9 @@ def recording(texts: dict[str, str]) -> Callable[..., Callable[..., list[mx.arra
 
 
 def compile_cuda(text: str) -> list[Resources]:
-    """The figures of each kernel in the text. Raises RuntimeError with nvcc's words if it does not compile."""
+    """The figures of each kernel in the text. Raises RuntimeError with nvcc's words if it does not
+    compile.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cu"
         source.write_text(text)

@@ -46,8 +46,12 @@ def page(results: Path = RESULTS) -> str:
     """The page of a folder of results."""
     machines = [_machine(path, _read(path)) for path in sorted((results / "evidence").glob("*.json"))]
     recordings = [(path.name, _read(path)) for path in sorted(results.glob("*.json"))]
-    benches = [_bench(name, record) for name, record in recordings if "baseline" in record and "figures" in record]
-    reports = [_report(name, record) for name, record in recordings if "formats" in record and "text" in record]
+    benches = [
+        _bench(name, record) for name, record in recordings if "baseline" in record and "figures" in record
+    ]
+    reports = [
+        _report(name, record) for name, record in recordings if "formats" in record and "text" in record
+    ]
     sections = (
         "\n## Machines\n",
         *machines,
@@ -67,9 +71,15 @@ def _machine(path: Path, record: Mapping[str, Any]) -> str:
     wrong = sum(each["problem"] is not None for each in uses)
     rows = [
         ("date", f"{record['date'][:10]}, a load of {record['load_average']} before it"),
-        ("system", f"{here['system']}, {here['cores']} cores, {format_bytes(record['machine']['memory_bytes'])}"),
+        (
+            "system",
+            f"{here['system']}, {here['cores']} cores, {format_bytes(record['machine']['memory_bytes'])}",
+        ),
         ("versions", ", ".join(f"{package} {version}" for package, version in here["versions"].items())),
-        ("fused kernel", f"{len(uses) - wrong} of {len(uses)} cases right" if uses else "no GPU: it did not run"),
+        (
+            "fused kernel",
+            f"{len(uses) - wrong} of {len(uses)} cases right" if uses else "no GPU: it did not run",
+        ),
         *figures(record),
         *(("left out", text) for text in record["left_out"]),
     ]

@@ -1,10 +1,11 @@
-"""Outliers planted in pocket's keys, and what 4 bits cost with them: PMX's formula, kvant's, and a tuned format.
+"""Outliers planted in pocket's keys, and what 4 bits cost with them: PMX's formula, kvant's, and a tuned
+format.
 
 Run: python scripts/fronts.py [tokens]    (default: 16384)
 
-The queries are changed with the keys, so that the model is the same without quantization, but for the last two plants.
-A format is tuned on one half of the built-in text, and all are measured on the other. Prints JSON: by plant and format
-bytes a token and the mean KLD in nats against a cache that is not quantized.
+The queries are changed with the keys, so that the model is the same without quantization, but for the last
+two plants. A format is tuned on one half of the built-in text, and all are measured on the other. Prints
+JSON: by plant and format bytes a token and the mean KLD in nats against a cache that is not quantized.
 """
 
 import json
@@ -31,7 +32,8 @@ PIECE = 1024
 HEADS, WIDTH = 2, 64  # of pocket's keys
 LARGE = 18.0
 
-Plant = tuple[mx.array, mx.array, Callable[[mx.array], mx.array]]  # a factor, a constant, a factor by position
+# a factor, a constant, a factor by position
+Plant = tuple[mx.array, mx.array, Callable[[mx.array], mx.array]]
 
 
 def channels(factors: dict[int, float], rest: float = 1.0) -> mx.array:
@@ -71,7 +73,9 @@ def plants() -> dict[str, Plant]:
 
 
 @contextmanager
-def planted(factor: mx.array, constant: mx.array, by_position: Callable[[mx.array], mx.array]) -> Iterator[None]:
+def planted(
+    factor: mx.array, constant: mx.array, by_position: Callable[[mx.array], mx.array]
+) -> Iterator[None]:
     """Every layer's keys with a plant, and its queries."""
     view = pool_batch.PoolLayerView
     front = view.front
@@ -98,7 +102,8 @@ def figures(model: Any, text: Text, formats: dict[str, CacheFormat]) -> dict[str
     """Of each format on a text."""
     rows = measured(model, text, formats)
     return {
-        row.name: {"bytes_per_token": row.bytes_per_token, "mean_kld_nats": row.figures.mean_kld_nats} for row in rows
+        row.name: {"bytes_per_token": row.bytes_per_token, "mean_kld_nats": row.figures.mean_kld_nats}
+        for row in rows
     }
 
 
@@ -110,7 +115,9 @@ def main() -> None:
     for name, plant in plants().items():
         with planted(*plant):
             fitted, stored_tokens.FITTED_BITS = stored_tokens.FITTED_BITS, 0
-            own = figures(model, other, {"8 bits": CacheFormat(8), "4 bits, PMX": CacheFormat(4, rotates=False)})
+            own = figures(
+                model, other, {"8 bits": CacheFormat(8), "4 bits, PMX": CacheFormat(4, rotates=False)}
+            )
             stored_tokens.FITTED_BITS = fitted
             formats = {"4 bits": CacheFormat(4, rotates=False), "4 bits, rotated": CacheFormat(4)}
             for kind, most in (("tuned, the same bytes", 100.0), ("tuned to 0.005", 0.005)):

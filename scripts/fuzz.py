@@ -1,10 +1,11 @@
-"""Mutate a small model folder, load it, render its template and generate. kvant must refuse in one line, or run, in
-bounded time and memory.
+"""Mutate a small model folder, load it, render its template and generate. kvant must refuse in one line, or
+run, in bounded time and memory.
 
     python scripts/fuzz.py [--seconds 120] [--seed 0] [--count 1] [--gguf FILE]
 
-Each folder has a seed and a process of its own. Standard input says y to any question. A finding prints a line: the
-seed, the change, and the fault, which is a traceback, a signal, a hang, too much memory, words on standard output, or
+Each folder has a seed and a process of its own. Standard input says y to any question. A finding prints a
+line: the seed, the change, and the fault, which is a traceback, a signal, a hang, too much memory, words on
+    standard output, or
 code of the folder that was executed. --count 1 with a finding's --seed runs it again and shows it.
 """
 
@@ -42,11 +43,69 @@ LIMIT_S = 60
 LOOK_S = 0.02
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 LIMIT_BYTES = 1_500_000_000  # more than libraries and a tiny model take
-VALUES: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 7, 64, 2**24, 2**31, 2**32 - 1, 2**63, 10**4000, -0.0, 0.5]
-VALUES += [1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "a\nb", "../x", "/dev/zero", "x" * 100_000]
-VALUES += [[], {}, [1], [[]], {"a": 1}, ["a", "b"], [None], "<unk>", "BPE", "WordLevel", "Sequence", "(a+)+$", "["]
-KEYS = ["auto_map", "model_file", "chat_template_type", "tool_parser_type", "tokenizer_class", "vocab_file", "head_dim"]
-KEYS += ["fast_tokenizer_files", "init_inputs", "tokenizer_object", "extra_special_tokens", "added_tokens_decoder"]
+VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7,
+    64,
+    2**24,
+    2**31,
+    2**32 - 1,
+    2**63,
+    10**4000,
+    -0.0,
+    0.5,
+]
+VALUES += [
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\0",
+    "\ud800",
+    "a\nb",
+    "../x",
+    "/dev/zero",
+    "x" * 100_000,
+]
+VALUES += [
+    [],
+    {},
+    [1],
+    [[]],
+    {"a": 1},
+    ["a", "b"],
+    [None],
+    "<unk>",
+    "BPE",
+    "WordLevel",
+    "Sequence",
+    "(a+)+$",
+    "[",
+]
+KEYS = [
+    "auto_map",
+    "model_file",
+    "chat_template_type",
+    "tool_parser_type",
+    "tokenizer_class",
+    "vocab_file",
+    "head_dim",
+]
+KEYS += [
+    "fast_tokenizer_files",
+    "init_inputs",
+    "tokenizer_object",
+    "extra_special_tokens",
+    "added_tokens_decoder",
+]
 KEYS += ["quantization", "rope_scaling", "quantization_config", "model_max_length", "padding", "truncation"]
 KEYS += ["__class__"]
 OFTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")  # the files that most code reads
@@ -54,7 +113,8 @@ TEMPLATES = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}",
     "{{ 10**(10**10) }}",
-    "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ "
+    "n.x }}",
     "{{ ''.__class__.__mro__ }}",
     "{{ messages[0].content.format(1) }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
@@ -69,7 +129,9 @@ TEMPLATES = [
 
 
 def base_folder(folder: Path, model_type: str = "qwen2") -> None:
-    """A model of two tiny layers with the embedded model's tokenizer, and code beside it that would leave a mark."""
+    """A model of two tiny layers with the embedded model's tokenizer, and code beside it that would leave
+    a mark.
+    """
 
     def write(folder: Path) -> None:
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -90,7 +152,9 @@ def mutate(folder: Path, rng: random.Random) -> str:
         name = rng.choice(sorted(hostile_kinds.KINDS))
         done.append(f"{name}: {hostile_kinds.KINDS[name](folder, rng)}")
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        files = sorted(p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and p.suffix != ".py")
+        files = sorted(
+            p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and p.suffix != ".py"
+        )
         path = rng.choice([*files, *(path for path in files if path.name in OFTEN)])
         if rng.random() < 0.06:
             how = replace_file(path, rng)
@@ -171,7 +235,9 @@ def mutate_json(raw: Any, rng: random.Random) -> str:
     elif kind == "delete":
         del node[key]
     elif kind == "number" and isinstance(inner, int):
-        value = node[key] = rng.choice([-inner, inner + 1, inner * 2, inner * 10**6, inner + 2**32, float(inner)])
+        value = node[key] = rng.choice(
+            [-inner, inner + 1, inner * 2, inner * 10**6, inner + 2**32, float(inner)]
+        )
     elif kind == "copy" and isinstance(node, dict):
         node[str(key) + "x"] = inner
     else:
@@ -204,7 +270,9 @@ TEXT, ARRAY = 8, 9
 
 
 def numbers_of(data: bytes) -> tuple[list[tuple[int, int]], int]:
-    """(place, bytes) of numbers in a good GGUF file's header, of arrays only the first; and the header's end."""
+    """(place, bytes) of numbers in a good GGUF file's header, of arrays only the first; and the header's
+    end.
+    """
     places: list[tuple[int, int]] = []
     at = 4
 
@@ -301,7 +369,11 @@ def list_models(folder: Path) -> None:
 
 def run(folder: Path, work: Callable[[Path], None]) -> str:
     """Work on a folder in a process of its own: "ok", "refused: ..." or the fault."""
-    output, printed, mark = folder.with_suffix(".log"), folder.with_suffix(".out"), folder.with_name("executed")
+    output, printed, mark = (
+        folder.with_suffix(".log"),
+        folder.with_suffix(".out"),
+        folder.with_name("executed"),
+    )
     child = os.fork()
     if not child:
         code = 70
@@ -376,13 +448,16 @@ def _family_bytes(process: int) -> int:
 
 def main() -> int:
     """Fuzz for a while; 1 if anything was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=None)
     parser.add_argument("--gguf", type=Path, help="mutate this GGUF file instead, and import it")
     options = parser.parse_args()
-    # Imported once, for all children; nothing is computed here: MLX's threads would not be there after a fork.
+    # Imported once, for all children; nothing is computed here: MLX's threads would not be there after a
+    # fork.
     from mlx_lm import tokenizer_utils  # noqa: F401
     from transformers import AutoTokenizer  # noqa: F401
 

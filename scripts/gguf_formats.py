@@ -1,10 +1,12 @@
-"""Imported GGUF files: what becomes of the tensors, and how far predictions are from those of the file's own values.
+"""Imported GGUF files: what becomes of the tensors, and how far predictions are from those of the file's own
+values.
 
 Run: python scripts/gguf_formats.py FILE.gguf
 
-FILE is a Llama model's, such as the one of `kvant pull smollm2-135m-q4`. Its values are written anew in other types, as
-llama.cpp chooses them, and each file is imported and checked as by `kvant import --check`. The package gguf is needed:
-its quantizers make the other types; it has none of K types, which tests/support/gguf_files.py has. Prints JSON.
+FILE is a Llama model's, such as the one of `kvant pull smollm2-135m-q4`. Its values are written anew in other
+types, as llama.cpp chooses them, and each file is imported and checked as by `kvant import --check`. The
+package gguf is needed: its quantizers make the other types; it has none of K types, which
+tests/support/gguf_files.py has. Prints JSON.
 """
 
 import json
@@ -26,9 +28,14 @@ from kvant.tools.gguf.check import check_import
 from kvant.tools.gguf.importer import import_gguf
 from kvant.tools.gguf.reader import GGUFFile, open_gguf
 
-# The type of most matrices of a file, and of those that llama.cpp gives more bits: the head, or the embedding if it is
-# the head, and in files of a K mixture half of two kinds of matrices.
-FILES = {"Q4_0": ("Q4_0", "Q4_0"), "Q8_0": ("Q8_0", "Q8_0"), "Q4_K_M": ("Q4_K", "Q6_K"), "Q5_K_M": ("Q5_K", "Q6_K")}
+# The type of most matrices of a file, and of those that llama.cpp gives more bits: the head, or the embedding
+# if it is the head, and in files of a K mixture half of two kinds of matrices.
+FILES = {
+    "Q4_0": ("Q4_0", "Q4_0"),
+    "Q8_0": ("Q8_0", "Q8_0"),
+    "Q4_K_M": ("Q4_K", "Q6_K"),
+    "Q5_K_M": ("Q5_K", "Q6_K"),
+}
 IF_NOT_WHOLE = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # for rows that are no whole blocks of 256
 MORE_BITS = ("attn_v", "ffn_down")
 
@@ -74,7 +81,12 @@ def main() -> None:
                 rewrite(file, path, most, better)
             found[name] = measure(path, Path(scratch, name))
             path.unlink()
-    record = {"source": source.name, "gguf": version("gguf"), "environment": asdict(environment()), "files": found}
+    record = {
+        "source": source.name,
+        "gguf": version("gguf"),
+        "environment": asdict(environment()),
+        "files": found,
+    }
     json.dump(record, sys.stdout, indent=2)
 
 

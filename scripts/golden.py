@@ -1,4 +1,5 @@
-"""Write tests/data/golden: small random checkpoints and the logits transformers computes from them, in float32.
+"""Write tests/data/golden: small random checkpoints and the logits transformers computes from them, in
+float32.
 
 Run: python scripts/golden.py (needs the extra ``train`` for torch)
 
@@ -36,32 +37,56 @@ SIZES = {
 }
 EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 PLAIN = {"rope_type": "default", "rope_theta": 300.0}
-# Name -> class, settings. Together: tied and untied, head_dim hidden / heads and not, with and without each bias,
-# layers that do not rotate, norms in other places.
+# Name -> class, settings. Together: tied and untied, head_dim hidden / heads and not, with and without each
+# bias, layers that do not rotate, norms in other places.
 MODELS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": False}),
     "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
     "llama-bias": (
         transformers.LlamaConfig,
-        {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
+        {
+            "head_dim": 8,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-3,
+        },
     ),
-    "mistral": (transformers.MistralConfig, {"head_dim": 20, "tie_word_embeddings": False, "sliding_window": None}),
+    "mistral": (
+        transformers.MistralConfig,
+        {"head_dim": 20, "tie_word_embeddings": False, "sliding_window": None},
+    ),
     "smollm3": (
         transformers.SmolLM3Config,
         {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "pad_token_id": None},
     ),
     "olmo2": (transformers.Olmo2Config, {"tie_word_embeddings": False}),
-    "qwen3-moe": (transformers.Qwen3MoeConfig, EXPERTS | {"tie_word_embeddings": False, "norm_topk_prob": True}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        EXPERTS | {"tie_word_embeddings": False, "norm_topk_prob": True},
+    ),
     "qwen3-moe-mixed": (
         transformers.Qwen3MoeConfig,
         EXPERTS
-        | {"tie_word_embeddings": True, "norm_topk_prob": False, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        | {
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+        },
     ),
 }
-JOINED = ("qwen3-moe-mixed",)  # written as transformers 5 holds experts, gate and up in one tensor of all of them
-FEW_ROPES = {"llama-bias": ("linear", "llama3"), "qwen3-moe-mixed": ("linear", "llama3", "dynamic")}  # without these
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+# written as transformers 5 holds experts, gate and up in one tensor of all of them
+JOINED = ("qwen3-moe-mixed",)
+# without these
+FEW_ROPES = {"llama-bias": ("linear", "llama3"), "qwen3-moe-mixed": ("linear", "llama3", "dynamic")}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -70,7 +95,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn": YARN,
     "dynamic": {"factor": 1.5},
 }
-ORIGINAL = 16  # of dynamic: times 1.5 it is the number of ids; for that length transformers has kvant's frequencies
+# of dynamic: times 1.5 it is the number of ids; for that length transformers has kvant's frequencies
+ORIGINAL = 16
 
 
 def main() -> None:
@@ -85,7 +111,9 @@ def main() -> None:
             write_case(case, model, config)
             weights_of[case] = model
     by = {"transformers": transformers.__version__, "torch": torch.__version__}
-    (GOLDEN / "cases.json").write_text(json.dumps({"by": by, "ids": IDS, "weights": weights_of}, indent=1) + "\n")
+    (GOLDEN / "cases.json").write_text(
+        json.dumps({"by": by, "ids": IDS, "weights": weights_of}, indent=1) + "\n"
+    )
     write_frequencies()
 
 
@@ -118,7 +146,10 @@ def cases() -> dict[str, tuple[str, transformers.PreTrainedConfig | dict[str, An
         config_of("qwen2", PLAIN, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     )
     for model in ("smollm3", "qwen3-moe"):
-        found[f"{model} window"] = (model, config_of(model, PLAIN, use_sliding_window=True, sliding_window=WINDOW))
+        found[f"{model} window"] = (
+            model,
+            config_of(model, PLAIN, use_sliding_window=True, sliding_window=WINDOW),
+        )
     return found
 
 
@@ -132,7 +163,9 @@ def old_config(model: str, scaling: dict[str, Any] | None) -> dict[str, Any]:
     """The same as transformers 4 wrote it."""
     kind, settings = MODELS[model]
     name = kind.__name__.replace("Config", "ForCausalLM")
-    config = SIZES | settings | {"architectures": [name], "model_type": kind.model_type, "torch_dtype": "float32"}
+    config = (
+        SIZES | settings | {"architectures": [name], "model_type": kind.model_type, "torch_dtype": "float32"}
+    )
     config |= {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 300.0}
     return config if scaling is None else config | {"rope_scaling": scaling}
 
@@ -189,7 +222,12 @@ def write_frequencies() -> None:
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}, 64, 2048, 10),
         ({"rope_type": "llama3", **llama, "factor": 8.0}, 128, 131072, 10),
         ({"rope_type": "llama3", **llama, "factor": 32.0}, 64, 131072, 10),
-        ({"rope_type": "llama3", **llama, "factor": 4, "low_freq_factor": 0.1, "high_freq_factor": 9}, 96, 9000, 10),
+        (
+            {"rope_type": "llama3", **llama, "factor": 4, "low_freq_factor": 0.1, "high_freq_factor": 9},
+            96,
+            9000,
+            10,
+        ),
         ({"rope_type": "yarn", **qwen}, 128, 131072, 10),
         ({"rope_type": "yarn", **qwen, "truncate": False}, 128, 131072, 10),
         ({"rope_type": "yarn", **qwen, "beta_fast": 16, "beta_slow": 4.0}, 64, 131072, 10),
@@ -198,8 +236,10 @@ def write_frequencies() -> None:
         ({"rope_type": "yarn", **qwen, "mscale": 0.7}, 64, 131072, 10),
         ({"rope_type": "yarn", **qwen, "mscale": 0.7, "mscale_all_dim": 0}, 64, 131072, 10),
         ({"rope_type": "yarn", **qwen, "factor": 1.0}, 64, 32768, 10),
-        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, 64, 4096, 10),  # without its original context
-        ({"rope_type": "yarn", **qwen, "original_max_position_embeddings": 3}, 64, 12, 10),  # a ramp of no length
+        # without its original context
+        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, 64, 4096, 10),
+        # a ramp of no length
+        ({"rope_type": "yarn", **qwen, "original_max_position_embeddings": 3}, 64, 12, 10),
         ({"rope_type": "yarn", **qwen, "rope_theta": 10.0}, 16, 131072, 10),  # one that ends before it starts
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0}, 64, 2048, 2048),  # at the context limit
         ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, 64, 2048, 4096),
@@ -208,7 +248,11 @@ def write_frequencies() -> None:
     ]
     found = []
     for rope, head_dim, context, length in settings:
-        raw = SIZES | {"head_dim": head_dim, "max_position_embeddings": context, "rope_parameters": dict(rope)}
+        raw = SIZES | {
+            "head_dim": head_dim,
+            "max_position_embeddings": context,
+            "rope_parameters": dict(rope),
+        }
         config = transformers.LlamaConfig(**raw | {"rope_parameters": dict(rope)})
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu", seq_len=length)
         raw |= {"model_type": "llama"}

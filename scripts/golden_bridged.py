@@ -1,11 +1,12 @@
-"""Write tests/data/bridged: tiny random models of architectures that kvant bridges, as transformers saves them.
+"""Write tests/data/bridged: tiny random models of architectures that kvant bridges, as transformers saves
+them.
 
 Run: python scripts/golden_bridged.py (needs the extra ``train`` for torch)
 
-    NAME/config.json, NAME/model.safetensors   as save_pretrained writes them, weights in bfloat16; gpt-oss' experts in
-                                               mxfp4, as they are published
-    NAME/logits.npy                            (tokens, vocab) of one pass over the ids, in float32, without a cache
-    ids.json                                   the ids, and the versions that computed all this
+    NAME/config.json, NAME/model.safetensors   as save_pretrained writes them, weights in bfloat16; gpt-oss'
+                                               experts in mxfp4, as they are published
+    NAME/logits.npy                            (tokens, vocab) of one pass over the ids, in float32, without a
+    cache ids.json                                   the ids, and the versions that computed all this
 """
 
 import json
@@ -48,10 +49,18 @@ LINEAR = {
     "linear_num_value_heads": 2,
     "linear_conv_kernel_dim": 4,
 }
-VISION: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1}
+VISION: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 1,
+}
 # Name -> model_type, and settings of the part for text.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt-oss": ("gpt_oss", TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN}),
+    "gpt-oss": (
+        "gpt_oss",
+        TWO_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN},
+    ),
     "gemma3": (  # mlx-lm takes every sixth layer for one that sees all
         "gemma3_text",
         {
@@ -78,7 +87,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", EXPERTS | {"num_experts": 4}),
     "qwen3-next": (
         "qwen3_next",
-        EXPERTS | LINEAR | {"num_experts": 4, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.25},
+        EXPERTS
+        | LINEAR
+        | {"num_experts": 4, "shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.25},
     ),
     "qwen3.5": ("qwen3_5", LINEAR),
     "deepseek-v3": (
@@ -157,8 +168,8 @@ def write(name: str) -> None:
 def pack_experts(folder: Path, model: torch.nn.Module) -> None:
     """Give a gpt-oss random experts in mxfp4, as it is published: blocks of 32 with a scale of a power of 2.
 
-    In the file they are packed, (experts, outputs, blocks, 16) and (experts, outputs, blocks). In the model they are
-    the numbers that the OCP microscaling specification says, (experts, inputs, outputs).
+    In the file they are packed, (experts, outputs, blocks, 16) and (experts, outputs, blocks). In the model
+    they are the numbers that the OCP microscaling specification says, (experts, inputs, outputs).
     """
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     values = torch.tensor([*magnitudes, *(-x for x in magnitudes)])
@@ -174,7 +185,10 @@ def pack_experts(folder: Path, model: torch.nn.Module) -> None:
         parameters[path].data = numbers.flatten(-2).transpose(1, 2).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn"],
+    }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

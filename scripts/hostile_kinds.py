@@ -1,7 +1,8 @@
 """Kinds of harm that a model folder can do on purpose, for the fuzzer and the tests.
 
-Each function of KINDS spoils a whole folder. The folder must then be refused in one line, or work. Nothing of it may
-run, and neither time nor memory may grow. ``plant`` puts code beside the model that leaves a mark if it runs.
+Each function of KINDS spoils a whole folder. The folder must then be refused in one line, or work. Nothing of
+it may run, and neither time nor memory may grow. ``plant`` puts code beside the model that leaves a mark if
+it runs.
 """
 
 import json
@@ -29,9 +30,14 @@ GROWING = {
 
 
 def plant(folder: Path) -> Path:
-    """Put code into the folder that leaves a mark beside it if it runs. Returns the mark, which must never exist."""
+    """Put code into the folder that leaves a mark beside it if it runs. Returns the mark, which must never
+    exist.
+    """
     mark = folder.parent / "executed"
-    code = f"import os; os.makedirs({str(mark)!r}, exist_ok=True)\n" + "class Evil: pass\nclass Tokenizer: pass\n"
+    code = (
+        f"import os; os.makedirs({str(mark)!r}, exist_ok=True)\n"
+        + "class Evil: pass\nclass Tokenizer: pass\n"
+    )
     for name in MODULES:
         (folder / f"{name}.py").write_text(code)
     return mark
@@ -73,7 +79,9 @@ def init_inputs(folder: Path, rng: random.Random) -> str:
     """Arguments of a tokenizer's constructor that are paths."""
     os.mkfifo(folder / "pipe")
     path = rng.choice(["/dev/zero", "/proc/self/mem", str(folder / "pipe"), "/etc/passwd"])
-    name = rng.choice(["ConvBertTokenizer", "BertTokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "ByT5Tokenizer"])
+    name = rng.choice(
+        ["ConvBertTokenizer", "BertTokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "ByT5Tokenizer"]
+    )
     if rng.random() < 0.5:
         (folder / "tokenizer_config.json").unlink()
     settings(folder, tokenizer_class=name, init_inputs=[path] * rng.choice([1, 2]))
@@ -99,7 +107,9 @@ def expression(folder: Path, rng: random.Random) -> str:
     pattern, count = {"Regex": rng.choice(PATTERNS)}, rng.choice([40, 20_000, 3_000_000])
     step: dict[str, Any] = {"normalizer": {"type": "Replace", "pattern": pattern, "content": ""}}
     if rng.random() < 0.5:
-        step = {"pre_tokenizer": {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}}
+        step = {
+            "pre_tokenizer": {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        }
     tokenizer(folder, f"{{{{ 'a' * {count} }}}}", **step)
     return f"{pattern} on {count}"
 
@@ -107,7 +117,9 @@ def expression(folder: Path, rng: random.Random) -> str:
 def added_tokens(folder: Path, rng: random.Random) -> str:
     """Very many tokens, in one of the places that list them."""
     names = [f"<t{number}>" for number in range(200_000)]
-    where = rng.choice(["additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "tokenizer.json"])
+    where = rng.choice(
+        ["additional_special_tokens", "extra_special_tokens", "added_tokens_decoder", "tokenizer.json"]
+    )
     if where == "tokenizer.json":
         kind = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
         added = [{"id": 1280 + number, "content": name, **kind} for number, name in enumerate(names)]
@@ -136,9 +148,15 @@ def unigram(folder: Path, rng: random.Random) -> str:
 
 def word_piece(folder: Path, rng: random.Random) -> str:
     """Words of any length: the time grows with the square of the length."""
-    longest, text = rng.choice([10**9, 2**63 - 1]), f"{{{{ 'a' * {rng.choice([100_000, 5_000_000])} ~ 'b' }}}}"
+    longest, text = (
+        rng.choice([10**9, 2**63 - 1]),
+        f"{{{{ 'a' * {rng.choice([100_000, 5_000_000])} ~ 'b' }}}}",
+    )
     model = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##"}
-    model |= {"vocab": {"[UNK]": 0, "a": 1, "##a": 2, "##" + "a" * 50: 3}, "max_input_chars_per_word": longest}
+    model |= {
+        "vocab": {"[UNK]": 0, "a": 1, "##a": 2, "##" + "a" * 50: 3},
+        "max_input_chars_per_word": longest,
+    }
     whole_model(folder, text, **model)
     return str(longest)
 
@@ -162,7 +180,9 @@ def hostile_config(folder: Path, rng: random.Random) -> str:
     """Values in config.json that are absurd, or no numbers: for `kvant models` too."""
     keys = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"]
     key = rng.choice([*keys, "max_position_embeddings"])
-    value = rng.choice(['"x"', "1e999", "NaN", "1" + "0" * 400, "-1", "true", "[]", "{}", '"9"', "0.5", "null"])
+    value = rng.choice(
+        ['"x"', "1e999", "NaN", "1" + "0" * 400, "-1", "true", "[]", "{}", '"9"', "0.5", "null"]
+    )
     path = folder / "config.json"
     raw = json.loads(path.read_text()) | {key: "HERE"}
     if value == '"9"':

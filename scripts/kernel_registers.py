@@ -1,9 +1,12 @@
-"""Prints what the fused kernel's CUDA text takes, compiled by nvcc for sm_90: registers, spills, stack, shared memory.
+"""Prints what the fused kernel's CUDA text takes, compiled by nvcc for sm_90: registers, spills, stack,
+shared memory.
 
 python scripts/kernel_registers.py
-python scripts/kernel_registers.py --metal FOLDER    writes Metal's text of each instance there instead, to be read
+python scripts/kernel_registers.py --metal FOLDER    writes Metal's text of each instance there instead, to be
+read
 
-The first pass twice: with as many queries a simdgroup as on CUDA, and as on Metal, whose threads have 128 registers.
+The first pass twice: with as many queries a simdgroup as on CUDA, and as on Metal, whose threads have 128
+registers.
 """
 
 import sys
@@ -76,7 +79,9 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.
     dtype = quantized_dtype(shape.bits, value_bits) if shape.bits else mx.bfloat16
     lead = [1 if shape.Dv else 2, K, tokens] if shape.paged else [1, 1, 1 if shape.Dv else 2, K, tokens]
     group = GROUP if D % GROUP == 0 else 16
-    split = BiasSplit(mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, D)))
+    split = BiasSplit(
+        mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, D))
+    )
     output = attend_fused(
         mx.zeros((1, H, S, D), mx.bfloat16),
         mx.zeros((*lead, stored), dtype),
@@ -104,7 +109,9 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.
 
 
 def texts(shape: Shape, registers: launch.Backend = "cuda") -> dict[str, str]:
-    """The CUDA text of a shape's kernels, by the functions' names. registers: for whose queries are distributed."""
+    """The CUDA text of a shape's kernels, by the functions' names. registers: for whose queries are
+    distributed.
+    """
     found: dict[str, str] = {}
     own = patch.dict(attend.QUERIES, cuda=attend.QUERIES[registers])
     with own, patch.object(mx.fast, "cuda_kernel", recording(found)):
@@ -137,7 +144,10 @@ def main() -> int:
                 kind = function.split("_")[3]
                 if kind == "attend" or registers == "cuda":
                     print(f"{name:42} {kind:8} {registers:6}", kernel.registers, "registers", end=" ")
-                    print(f"{kernel.spill_bytes} B spilled {kernel.stack_bytes} B stack {kernel.shared_bytes} B shared")
+                    print(
+                        f"{kernel.spill_bytes} B spilled {kernel.stack_bytes} B stack {kernel.shared_bytes} "
+                        f"B shared"
+                    )
                     in_memory |= kernel.spill_bytes + kernel.stack_bytes > 0
     return int(in_memory)
 

@@ -1,10 +1,12 @@
-"""Cache formats of llama.cpp, mlx-lm and kvant on pocket in one table: how far each is from llama.cpp's float32.
+"""Cache formats of llama.cpp, mlx-lm and kvant on pocket in one table: how far each is from llama.cpp's
+float32.
 
 Run: python scripts/llama_formats.py LLAMA_PERPLEXITY [tokens]    (default: 16384)
 
-LLAMA_PERPLEXITY is the program of llama.cpp, which builds from the source that the package llama-cpp-python has. The
-package gguf is needed too. llama.cpp runs pocket in float32 and writes its predictions; every other format is compared
-with them on the same tokens. Prints JSON: by format bytes a token, mean KLD in nats, share of the same likeliest token.
+LLAMA_PERPLEXITY is the program of llama.cpp, which builds from the source that the package llama-cpp-python
+has. The package gguf is needed too. llama.cpp runs pocket in float32 and writes its predictions; every other
+format is compared with them on the same tokens. Prints JSON: by format bytes a token, mean KLD in nats, share
+of the same likeliest token.
 """
 
 import json
@@ -90,7 +92,9 @@ def write_gguf(folder: Path, path: Path) -> None:
     writer.close()
 
 
-def run_llama(program: str, model: Path, text: Path, base: Path, cache: str, *flags: str, **variables: str) -> str:
+def run_llama(
+    program: str, model: Path, text: Path, base: Path, cache: str, *flags: str, **variables: str
+) -> str:
     """What llama-perplexity says. Now and then its last lines are missing."""
     kept = ["-c", str(CONTEXT), "-b", str(CONTEXT), "-t", "2", "-fa", "on", "-ctk", cache, "-ctv", cache]
     command = [program, "-m", str(model), "-f", str(text), "--kl-divergence-base", str(base), *kept, *flags]
@@ -119,7 +123,9 @@ def of_mlx_lm(model: Any, reference: Reference, bits: int) -> dict[str, float]:
     return {"mean_kld_nats": tally.figures().mean_kld_nats, "top1": tally.figures().top1}
 
 
-def of_kvant(model: Any, reference: Reference, formats: dict[str, CacheFormat]) -> dict[str, dict[str, float]]:
+def of_kvant(
+    model: Any, reference: Reference, formats: dict[str, CacheFormat]
+) -> dict[str, dict[str, float]]:
     """kvant's caches."""
     caches = [own.make_cache(model, CONTEXT) for own in formats.values()]
     tallies = [Tally() for _ in caches]
@@ -143,10 +149,15 @@ def main() -> None:
     theirs.set_dtype(mx.float32)
     values = sum(2 * own.num_kv_heads * own.head_dim for own in model.make_cache(1).formats)
     with TemporaryDirectory() as made:
-        gguf, text, base, tuned = (Path(made) / name for name in ("pocket.gguf", "text", "base", "tuned.json"))
+        gguf, text, base, tuned = (
+            Path(made) / name for name in ("pocket.gguf", "text", "base", "tuned.json")
+        )
         write_gguf(folder, gguf)
         documents = heldout_documents()
-        said = [own["text"] if "text" in own else "\n".join(m["content"] for m in own["messages"]) for own in documents]
+        said = [
+            own["text"] if "text" in own else "\n".join(m["content"] for m in own["messages"])
+            for own in documents
+        ]
         text.write_text("\n".join(said), encoding="utf-8")
         chunks = ["--chunks", str(tokens // CONTEXT)]
         run_llama(program, gguf, text, base, "f32", *chunks)
@@ -175,7 +186,8 @@ def main() -> None:
                 "tokens": sum(map(len, reference.text.pieces)),
                 "predictions": sum(len(piece) - 1 - len(piece) // 2 for piece in reference.text.pieces),
                 "device": machine.device,
-                "versions": machine.versions | {"llama-cpp-python": version_of_llama(program), "gguf": version("gguf")},
+                "versions": machine.versions
+                | {"llama-cpp-python": version_of_llama(program), "gguf": version("gguf")},
                 "formats": found,
             },
             indent=1,

@@ -1,15 +1,18 @@
-"""kvant serve under ten times the requests that it takes at once: what it answers, how fast it says that it is well.
+"""kvant serve under ten times the requests that it takes at once: what it answers, how fast it says that it
+is well.
 
 Run: python scripts/load_test.py [--seconds 60] [--clients 200] [--health-ms 100]
 
-Starts ``kvant serve`` on the embedded model with 4 sequences and 16 places to wait. Each client asks again and again:
-for whole answers and streams, some of which it leaves, reads slowly or asks for wrongly. Checked are:
+Starts ``kvant serve`` on the embedded model with 4 sequences and 16 places to wait. Each client asks again
+and again: for whole answers and streams, some of which it leaves, reads slowly or asks for wrongly. Checked
+are:
 
 - every answer is a 200, 400, 429 with Retry-After, or 503; every stream that is read comes to its end;
 - /health, asked by a process of its own, answers within the time given, always;
 - the process's memory after a quarter of the time and at the end;
 - at the end nothing runs, nothing waits and every page is free;
-- SIGTERM: streams under way come to their ends, further requests get 503 or no connection, and the exit code is 0;
+- SIGTERM: streams under way come to their ends, further requests get 503 or no connection, and the exit code
+  is 0;
 - SIGKILL: a server started again at the same port answers.
 
 Prints a line for each finding and the figures as JSON last; exit code 1 if one is wrong.
@@ -36,7 +39,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 SEQUENCES, WAITING = 4, 16
-SERVE = ["-m", "kvant", "serve", "--sequences", str(SEQUENCES), "--max-queue", str(WAITING), "--max-kv-size", "512"]
+SERVE = [
+    "-m",
+    "kvant",
+    "serve",
+    "--sequences",
+    str(SEQUENCES),
+    "--max-queue",
+    str(WAITING),
+    "--max-kv-size",
+    "512",
+]
 KINDS = ("whole", "stream", "leave", "vanish", "slow", "wrong")
 WEIGHTS = (4, 6, 3, 2, 1, 1)
 LONG_STREAM = {"model": "pocket", "prompt": "Once", "ignore_eos": True, "stream": True}
@@ -60,7 +73,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=10 * (SEQUENCES + WAITING))
     parser.add_argument("--health-ms", type=float, default=100.0)
-    parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)  # the process that asks for the health
+    # the process that asks for the health
+    parser.add_argument("--watch", metavar="URL", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.watch:
         watch(given.watch)
@@ -70,7 +84,11 @@ def main() -> None:
         figures = load(url, process.pid, given.seconds, given.clients)
         figures |= asyncio.run(end(process, url))
     figures["after_a_kill"] = killed()
-    figures |= {"load": [round(each, 1) for each in os.getloadavg()], "cores": os.cpu_count(), "clients": given.clients}
+    figures |= {
+        "load": [round(each, 1) for each in os.getloadavg()],
+        "cores": os.cpu_count(),
+        "clients": given.clients,
+    }
     problems = judge(figures, given.health_ms)
     for problem in problems:
         print(f"FAILED {problem}", file=sys.stderr)
@@ -144,8 +162,14 @@ async def _clients(url: str, pid: int, seconds: float, clients: int) -> tuple[Fo
 
 async def ask(url: str, kind: str, number: int, source: random.Random, found: Found) -> float:
     """One request of a kind. Returns the seconds that the server asks to wait."""
-    words = source.choices(("fox", "bear", "river", "moon", "happy", "little", "wood"), k=source.randrange(3, 200))
-    body = {"model": "pocket", "prompt": f"{number} {' '.join(words)}", "max_tokens": source.randrange(1, 100)}
+    words = source.choices(
+        ("fox", "bear", "river", "moon", "happy", "little", "wood"), k=source.randrange(3, 200)
+    )
+    body = {
+        "model": "pocket",
+        "prompt": f"{number} {' '.join(words)}",
+        "max_tokens": source.randrange(1, 100),
+    }
     body |= {"stream": kind != "whole", "temperature": source.choice((0, 1)), "n": source.choice((1, 1, 2))}
     body |= {"temperature": 9} if kind == "wrong" else {}
     reader, writer = await _send(url, body)
@@ -276,7 +300,9 @@ def _state(url: str) -> tuple[int, int, bool]:
 
 def _resident(pid: int) -> int:
     """Bytes of a process's memory."""
-    kilobytes = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    kilobytes = subprocess.run(
+        ["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=True
+    ).stdout
     return int(kilobytes) * 1024
 
 

@@ -1,8 +1,11 @@
-"""Run mlx-lm's own tests of generation and prompt caches on the embedded model, with kvant's caches and with its own.
+"""Run mlx-lm's own tests of generation and prompt caches on the embedded model, with kvant's caches and with
+its own.
 
-Usage: python scripts/mlx_lm_tests.py FOLDER: the folder ``tests`` of a copy of mlx-lm's repository. Its files run as
-they are, twice. ``load`` gives the embedded model; the second time its ``make_cache`` is kvant's, and so are mlx-lm's
-functions of prompt caches. A test that passes the first time alone is exit code 1, but for those of LOST.
+Usage: python scripts/mlx_lm_tests.py FOLDER: the folder ``tests`` of a copy of mlx-lm's repository. Its files
+    run as
+they are, twice. ``load`` gives the embedded model; the second time its ``make_cache`` is kvant's, and so are
+mlx-lm's functions of prompt caches. A test that passes the first time alone is exit code 1, but for those of
+LOST.
 """
 
 import importlib

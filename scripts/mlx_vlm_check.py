@@ -1,6 +1,8 @@
-"""Generate with tiny random models of mlx-vlm's, from text and from a picture, with kvant's caches and with its own.
+"""Generate with tiny random models of mlx-vlm's, from text and from a picture, with kvant's caches and with
+its own.
 
-Usage: python scripts/mlx_vlm_check.py, in an environment with kvant and mlx-vlm. The tokens at 0 bits are those of
+Usage: python scripts/mlx_vlm_check.py, in an environment with kvant and mlx-vlm. The tokens at 0 bits are
+    those of
 mlx-vlm's own caches, or the exit code is 1.
 """
 
@@ -25,8 +27,13 @@ def qwen() -> tuple[Any, dict[str, Any], list[int]]:
     text = qwen2_vl.TextConfig("qwen2_vl", num_hidden_layers=3, rms_norm_eps=1e-6, vocab_size=300, rope_scaling=rope,
                                tie_word_embeddings=False, **TEXT)  # fmt: skip
     vision = qwen2_vl.VisionConfig(depth=2, embed_dim=64, num_heads=4, mlp_ratio=2.0, **VISION)
-    config = qwen2_vl.ModelConfig(text, vision, "qwen2_vl", image_token_id=PICTURE, vision_start_token_id=START)
-    picture = {"pixel_values": mx.random.normal((16, 3 * 2 * 14 * 14)), "image_grid_thw": mx.array([[1, 4, 4]])}
+    config = qwen2_vl.ModelConfig(
+        text, vision, "qwen2_vl", image_token_id=PICTURE, vision_start_token_id=START
+    )
+    picture = {
+        "pixel_values": mx.random.normal((16, 3 * 2 * 14 * 14)),
+        "image_grid_thw": mx.array([[1, 4, 4]]),
+    }
     return qwen2_vl.Model(config), picture, [3, START, *[PICTURE] * 4, 5, 6, 7]
 
 
@@ -37,8 +44,14 @@ def gemma() -> tuple[Any, dict[str, Any], list[int]]:
                              **windows, **TEXT)  # fmt: skip
     vision = gemma3.VisionConfig("siglip_vision_model", num_hidden_layers=2, intermediate_size=64,
                                  num_attention_heads=4, **VISION)  # fmt: skip
-    config = gemma3.ModelConfig(text, vision, "gemma3", image_token_index=PICTURE, vocab_size=300, hidden_size=64)
-    return gemma3.Model(config), {"pixel_values": mx.random.normal((1, 3, 56, 56))}, [3, *[PICTURE] * 4, 5, 6, 7]
+    config = gemma3.ModelConfig(
+        text, vision, "gemma3", image_token_index=PICTURE, vocab_size=300, hidden_size=64
+    )
+    return (
+        gemma3.Model(config),
+        {"pixel_values": mx.random.normal((1, 3, 56, 56))},
+        [3, *[PICTURE] * 4, 5, 6, 7],
+    )
 
 
 def tokens(model: Any, ids: list[int], cache: Any, pixel_values: Any = None, **picture: Any) -> list[int]:
@@ -68,8 +81,11 @@ def main() -> int:
             expected = tokens(model, prompt, make_prompt_cache(language), **given)
             for bits in (0, 8, 4):
                 cache = kvant.make_prompt_cache(language, 128, kv_bits=bits, kv_group_size=16)
-                same = sum(a == b for a, b in zip(tokens(model, prompt, cache, **given), expected, strict=True))
-                print(f"{make.__name__}, {name}, {bits} bits: {same} of 24 tokens are those of mlx-vlm's own cache, "
+                same = sum(
+                    a == b for a, b in zip(tokens(model, prompt, cache, **given), expected, strict=True)
+                )
+                print(f"{make.__name__}, {name}, {bits} bits: {same} of 24 tokens are those of mlx-vlm's own "
+                      f"cache, "
                       f"{len(set(expected))} different ones")  # fmt: skip
                 wrong += not bits and same < 24
     return int(wrong > 0)

@@ -2,9 +2,9 @@
 
     python scripts/operator_vectors.py [folder]
 
-The calls are those of tests/support/pmx_cases.py: first a few in the shapes of models, then those of seeds whose format
-or another trait no earlier seed has. The float64 oracle, tests/support/oracle.py, computes what they give. The same
-versions write the same bytes.
+The calls are those of tests/support/pmx_cases.py: first a few in the shapes of models, then those of seeds
+whose format or another trait no earlier seed has. The float64 oracle, tests/support/oracle.py, computes what
+they give. The same versions write the same bytes.
 """
 
 import json
@@ -32,7 +32,8 @@ FOLDER = ROOT / "src" / "kvant" / "operators"
 SEEDS = 3000
 MOST_ELEMENTS = 1400  # of a case's cache
 MARGIN = 1e-3  # of x / scale from a half
-DOUBT = 2.0**-22  # relative: a float32 division may be so wrong, and a scale in half precision is still the same
+# relative: a float32 division may be so wrong, and a scale in half precision is still the same
+DOUBT = 2.0**-22
 INDEXES = ("seqstarts", "kvstarts", "cachestarts", "start_pos", "decoding_batches", "max_seqlen", "max_kvlen")
 
 
@@ -49,16 +50,28 @@ def make_files() -> dict[str, bytes]:
         arrays |= {f"{name}/inputs/{own}": x for own, x in inputs.items()}
         arrays |= {f"{name}/expected/{own}": x for own, x in expected.items()}
         entry = {"name": name, "operator": operator_of(case), "attributes": attributes, "inputs": [*inputs]}
-        cases.append(json.dumps(entry | {"expected": {own: tolerance_of(own, case.spec) for own in expected}}))
-    index = f'{{"tolerances": {json.dumps(tolerances(), indent=1)},\n"cases": [\n' + ",\n".join(cases) + "\n]}\n"
+        cases.append(
+            json.dumps(entry | {"expected": {own: tolerance_of(own, case.spec) for own in expected}})
+        )
+    index = (
+        f'{{"tolerances": {json.dumps(tolerances(), indent=1)},\n"cases": [\n' + ",\n".join(cases) + "\n]}\n"
+    )
     return {"vectors.json": index.encode(), "vectors.safetensors": save(arrays)}
 
 
 def usual_cases() -> Iterator[Case]:
     """The shapes of models: 14 query heads and 2 kv heads of 64, groups of 32, float16."""
     tables, sequences = [[24, 0], [8], [16]], Sequences([10, 0, 5], [1, 4, 2])
-    rows = [[table[t // 8] + t % 8 for t in range(end)] for table, end in zip(tables, sequences.tokens, strict=True)]
-    packed = {"sequences": sequences._replace(rows=rows), "max_rows": (1, 32), "tables": tables, "page_size": 8}
+    rows = [
+        [table[t // 8] + t % 8 for t in range(end)]
+        for table, end in zip(tables, sequences.tokens, strict=True)
+    ]
+    packed = {
+        "sequences": sequences._replace(rows=rows),
+        "max_rows": (1, 32),
+        "tables": tables,
+        "page_size": 8,
+    }
     for seed, (quant_bit, new) in enumerate(product((0, 8, 4), (1, 4)), SEEDS):
         usual = plain_case(quant_bit, 12, new, seed=seed, ratio=7, head_dim=64)
         half = {"cache_dtype": usual.spec.cache_dtype if quant_bit else "float16", "scale_dtype": "float16"}
@@ -80,7 +93,11 @@ def chosen_cases() -> Iterator[Case]:
             "format": (spec.cache_layout, case.page_size is None, spec.quant_bit, spec.dtype),
             "dtypes": (spec.dtype, spec.cache_dtype, spec.scale_dtype if spec.quant_bit else ""),
             "data": (case.data, spec.quant_bit),
-            "tokens": (max(case.sequences.earlier) > 0, max(case.sequences.new) > 1, len(case.sequences.new) > 1),
+            "tokens": (
+                max(case.sequences.earlier) > 0,
+                max(case.sequences.new) > 1,
+                len(case.sequences.new) > 1,
+            ),
             "layer": (spec.num_layer, spec.layer_idx),
             "group": spec.quant_group if spec.quant_bit else 0,
             "width": case.head_dim,
@@ -125,7 +142,8 @@ def without_near_ties(x: Array, case: Case, rng: np.random.Generator) -> Array:
 
 
 def near_ties(x: Array, spec: Spec) -> Array:
-    """Where x / scale, exact or rounded to T1, is near a half, and groups whose scale could be rounded either way.
+    """Where x / scale, exact or rounded to T1, is near a half, and groups whose scale could be rounded either
+    way.
 
     A tie that every arithmetic finds exactly is allowed.
     """

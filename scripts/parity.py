@@ -36,11 +36,15 @@ FORMATS += [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
 
 
 def worst(model: Decoder, ids: list[int], expected: mx.array) -> float:
-    """The largest difference, of the largest logit: in one pass, in chunks, and token by token through a cache."""
+    """The largest difference, of the largest logit: in one pass, in chunks, and token by token through a
+    cache.
+    """
     runs = [model(mx.array([ids]))[0]]
     for bounds in ([0, 7, 9, len(ids)], list(range(len(ids) + 1))):
         cache = model.make_cache(len(ids), kv_bits=0)
-        runs.append(mx.concatenate([model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)]))
+        runs.append(
+            mx.concatenate([model(mx.array([ids[a:b]]), cache=cache)[0] for a, b in pairwise(bounds)])
+        )
     return max((mx.abs(run - expected).max() / mx.abs(expected).max()).item() for run in runs)
 
 
@@ -73,7 +77,9 @@ def main() -> None:
             reference.set_dtype(dtype)
             with tempfile.TemporaryDirectory() as name:
                 folder = save_checkpoint(Path(name), config, reference)
-                found_errors.append(worst(load_decoder(folder), ids, load_reference(folder)(mx.array([ids]))[0]))
+                found_errors.append(
+                    worst(load_decoder(folder), ids, load_reference(folder)(mx.array([ids]))[0])
+                )
         print(f"{dtype} {max(found_errors):20.1e}")
     for mode, bits, group in FORMATS:
         found_errors = []

@@ -2,12 +2,12 @@
 
 Usage: python scripts/real_model.py [CLIENTS_PYTHON]
 Pulls smollm2-135m-q4 (93 MB) unless it is here. CLIENTS_PYTHON is the interpreter of an environment of
-scripts/clients/requirements.txt; without it the server is asked without clients. Ends with exit code 1 if a check
-fails.
+scripts/clients/requirements.txt; without it the server is asked without clients. Ends with exit code 1 if a
+check fails.
 
-At temperature 0 the model's first word to QUESTION hangs on 0.08 of a logit, and a cache of 8 bits changes logits by
-more than that if sums are rounded in another order. So texts are compared where nothing is quantized, or where both
-were computed in the same order.
+At temperature 0 the model's first word to QUESTION hangs on 0.08 of a logit, and a cache of 8 bits changes
+logits by more than that if sums are rounded in another order. So texts are compared where nothing is
+quantized, or where both were computed in the same order.
 """
 
 import json
@@ -35,7 +35,10 @@ MAX_KLD = {
     "8g32": 2e-3,
     "4g32": 0.2,
 }  # on 512 tokens, in nats: far above what was measured, far below a fault's
-TEXT = "A cache keeps the keys and values of all tokens read so far, so that the next token needs only its own. " * 3
+TEXT = (
+    "A cache keeps the keys and values of all tokens read so far, so that the next token needs only its own. "
+    * 3
+)
 
 
 def command(*arguments: str, text: str = "") -> str:
@@ -52,7 +55,9 @@ def command(*arguments: str, text: str = "") -> str:
 
 
 def generate(*arguments: str) -> str:
-    return command("generate", "--model", MODEL, "--prompt", QUESTION, "--temp", "0", "--quiet", *arguments).strip()
+    return command(
+        "generate", "--model", MODEL, "--prompt", QUESTION, "--temp", "0", "--quiet", *arguments
+    ).strip()
 
 
 def check_pull() -> None:
@@ -123,7 +128,8 @@ def forward(folder: Path, ids: list[int]) -> np.ndarray[Any, Any]:
         gate = h @ weight(prefix + "mlp.gate_proj").T
         x = (
             x
-            + (gate / (1 + np.exp(-gate)) * (h @ weight(prefix + "mlp.up_proj").T)) @ weight(prefix + "mlp.down_proj").T
+            + (gate / (1 + np.exp(-gate)) * (h @ weight(prefix + "mlp.up_proj").T))
+            @ weight(prefix + "mlp.down_proj").T
         )
     return norm(x, "model.norm") @ embedding.T
 
@@ -134,14 +140,18 @@ def check_generate() -> None:
 
 
 def check_chat() -> None:
-    said = command("chat", "--model", MODEL, "--temp", "0", "--kv-bits", "0", text=f"{QUESTION}\nAnd of Italy?\n")
+    said = command(
+        "chat", "--model", MODEL, "--temp", "0", "--kv-bits", "0", text=f"{QUESTION}\nAnd of Italy?\n"
+    )
     assert _lines(said)[:2] == [ANSWER, "The capital of Italy is Rome."], said
 
 
 def check_batch() -> None:
     questions = [QUESTION, "What is the capital of Italy?", "Write one sentence about the sea."]
     single = [
-        command("generate", "--model", MODEL, "--prompt", each, "--temp", "0", "-q", "--deterministic", "-m", "24")
+        command(
+            "generate", "--model", MODEL, "--prompt", each, "--temp", "0", "-q", "--deterministic", "-m", "24"
+        )
         for each in questions
     ]
     lines = "".join(json.dumps({"prompt": each}) + "\n" for each in questions)
@@ -197,7 +207,10 @@ def check_snapshot() -> None:
 def check_report() -> None:
     found = json.loads(command("report", MODEL, "--tokens", "512", "--formats", "8g32,4g32", "--json"))
     for own in found["formats"]:
-        print(f"       {own['format']}: KLD {own['mean_kld_nats']:.1e}, same top token {100 * own['top1']:.1f} %")
+        print(
+            f"       {own['format']}: KLD {own['mean_kld_nats']:.1e}, same top token {100 * own['top1']:.1f} "
+            f"%"
+        )
         assert own["mean_kld_nats"] < MAX_KLD[own["format"]], own["format"]
 
 

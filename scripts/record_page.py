@@ -1,6 +1,8 @@
-"""Take the picture of the chat page in README: SmolLM2 answers a conversation while three other clients are answered.
+"""Take the picture of the chat page in README: SmolLM2 answers a conversation while three other clients are
+answered.
 
-Usage: python scripts/record_page.py. It writes docs/data/server-page.png, and needs `kvant pull smollm2-135m-q4`, the
+Usage: python scripts/record_page.py. It writes docs/data/server-page.png, and needs `kvant pull
+    smollm2-135m-q4`, the
 extras cpu and serve, playwright and Debian's chromium.
 """
 
@@ -13,13 +15,22 @@ from real_model import MODEL, QUESTION, serving
 
 PICTURE = Path(__file__).parents[1] / "docs" / "data" / "server-page.png"
 CONVERSATION = [QUESTION, "And of Italy?", "Write a haiku about the sea."]
-OTHERS = ["Give me three tips for better sleep.", "Write a letter to a friend.", "Explain how a bicycle stays upright."]
+OTHERS = [
+    "Give me three tips for better sleep.",
+    "Write a letter to a friend.",
+    "Explain how a bicycle stays upright.",
+]
 SIZE = {"width": 1360, "height": 860}
 
 
 def ask(url: str, question: str) -> None:
     """Let the server answer beside the page."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 300, "temperature": 0}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 300,
+        "temperature": 0,
+    }
     httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=600)
 
 

@@ -2,8 +2,8 @@
 
 Usage: python scripts/record_terminal.py. It writes docs/data/terminal.svg, and needs the extras cpu and test,
 bash, and `kvant pull smollm2-135m-q4`.
-The lines of KEYS are typed as a person types. All else is what the programs wrote, when they wrote it; a pause longer
-than IDLE is shortened to that. The picture stands still if the reader prefers that.
+The lines of KEYS are typed as a person types. All else is what the programs wrote, when they wrote it; a
+pause longer than IDLE is shortened to that. The picture stands still if the reader prefers that.
 """
 
 import os
@@ -121,17 +121,22 @@ def svg(seen: dict[tuple[float, float], list[Piece]]) -> str:
     end = max(until for _, until in seen)
     style, groups = STYLE % end, ""
     for number, ((since, until), shown) in enumerate(sorted(seen.items())):
-        kind, hide = ("", f"{100 * until / end:.2f}%{{visibility:hidden}}") if until < end else (' class="end"', "")
+        kind, hide = (
+            ("", f"{100 * until / end:.2f}%{{visibility:hidden}}") if until < end else (' class="end"', "")
+        )
         style += f"@keyframes k{number}{{{100 * since / end:.2f}%{{visibility:visible}}{hide}}}\n"
         groups += f'<g{kind} style="animation-name:k{number}">'
         for row, column, text, colour in sorted(shown):
             place = f'x="{EDGE + column * WIDTH:.1f}" y="{EDGE + row * HEIGHT + 14}"'
             length = f"{len(text) * WIDTH:.1f}"  # whatever font the reader has
-            groups += f'<text class="{colour}" {place} textLength="{length}">{escape(text, quote=False)}</text>'
+            groups += (
+                f'<text class="{colour}" {place} textLength="{length}">{escape(text, quote=False)}</text>'
+            )
         groups += "</g>\n"
     width, height = round(COLUMNS * WIDTH + 2 * EDGE), ROWS * HEIGHT + 2 * EDGE
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}">\n'
         f"<title>kvant on a terminal</title>\n<style>\n{style}</style>\n"
         f'<rect width="100%" height="100%" rx="8"/>\n{groups}</svg>\n'
     )

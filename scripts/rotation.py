@@ -1,9 +1,11 @@
-"""What rotating keys, and values too, before they are quantized to 4 bits gives and costs, on a model and texts.
+"""What rotating keys, and values too, before they are quantized to 4 bits gives and costs, on a model and
+texts.
 
-Run: python scripts/rotation.py MODEL TEXT...    (MODEL: a folder or a name; TEXT: a UTF-8 file, or "built-in")
+Run: python scripts/rotation.py MODEL TEXT...    (MODEL: a folder or a name; TEXT: a UTF-8 file, or
+    "built-in")
 
-Prints JSON. Each text's formats are compared with a cache that is not quantized twice: on 1,536 tokens fed in chunks,
-and token by token behind a prompt of 768 tokens. Then the time of a token with both, caches in turns.
+Prints JSON. Each text's formats are compared with a cache that is not quantized twice: on 1,536 tokens fed in
+chunks, and token by token behind a prompt of 768 tokens. Then the time of a token with both, caches in turns.
 """
 
 import hashlib
@@ -49,7 +51,9 @@ def rotated_values() -> Iterator[None]:
         view.attend = attend  # type: ignore[method-assign]
 
 
-def figures(model: Any, text: Text, formats: Sequence[CacheFormat], *, by_token: bool) -> list[dict[str, Any]]:
+def figures(
+    model: Any, text: Text, formats: Sequence[CacheFormat], *, by_token: bool
+) -> list[dict[str, Any]]:
     """Compare each format with the reference, on all tokens or on those that are fed one by one."""
     caches = [own.make_cache(model, TOKENS) for own in (REFERENCE, *formats)]
     tallies = [Tally() for _ in caches]
@@ -66,7 +70,10 @@ def figures(model: Any, text: Text, formats: Sequence[CacheFormat], *, by_token:
             for tally, log_probabilities in zip(tallies, [expected, *others], strict=True):
                 tally.add(expected, log_probabilities, piece[n + 1 : n + 2])
     sizes = [own.bytes_per_token(model) for own in (REFERENCE, *formats)]
-    return [{"bytes_per_token": size, **asdict(tally.figures())} for size, tally in zip(sizes, tallies, strict=True)]
+    return [
+        {"bytes_per_token": size, **asdict(tally.figures())}
+        for size, tally in zip(sizes, tallies, strict=True)
+    ]
 
 
 def main() -> None:

@@ -21,7 +21,9 @@ def end_now(signum: int, frame: object) -> "NoReturn":
 
 
 def main() -> "NoReturn":
-    """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for nothing."""
+    """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for
+    nothing.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell ignores it for us
         signal.signal(signal.SIGINT, end_now)
     if "MLX_RANK" in os.environ:

@@ -25,7 +25,8 @@ PREFIX = "kvant/"
 MAX_TOKENS = 2048
 
 log = logging.getLogger("kvant")
-# At most one each. llm makes a KvantModel for every call; the cache of the conversation holds what was said last.
+# At most one each. llm makes a KvantModel for every call; the cache of the conversation holds what was said
+# last.
 _loaded: "dict[str, tuple[LanguageModel, Tokenizer]]" = {}
 _idle: "dict[tuple[Any, ...], Conversation]" = {}
 
@@ -40,13 +41,23 @@ def register_models(register: Callable[..., None]) -> None:
 class KvantOptions(llm.Model.Options):
     """What ``llm -o`` takes. Values are checked by kvant, when the model is used."""
 
-    temperature: float | None = Field(None, description="Sampling temperature; 0: always the likeliest token.")
-    top_p: float | None = Field(None, description="Sample from the likeliest tokens that have this probability.")
+    temperature: float | None = Field(
+        None, description="Sampling temperature; 0: always the likeliest token."
+    )
+    top_p: float | None = Field(
+        None, description="Sample from the likeliest tokens that have this probability."
+    )
     top_k: int | None = Field(None, description="Sample from this many of the likeliest tokens; 0: all.")
-    min_p: float | None = Field(None, description="Drop tokens less likely than this share of the likeliest one.")
-    repetition_penalty: float | None = Field(None, description="Divide the logits of recent tokens by this; 1: off.")
+    min_p: float | None = Field(
+        None, description="Drop tokens less likely than this share of the likeliest one."
+    )
+    repetition_penalty: float | None = Field(
+        None, description="Divide the logits of recent tokens by this; 1: off."
+    )
     seed: int | None = Field(None, description="Seed of the random numbers.")
-    max_tokens: int | None = Field(None, description=f"Generate at most this many tokens; default: {MAX_TOKENS}.")
+    max_tokens: int | None = Field(
+        None, description=f"Generate at most this many tokens; default: {MAX_TOKENS}."
+    )
     stop: str | None = Field(None, description="End the text before this string.")
     max_kv_size: int | None = Field(
         None, description="Tokens reserved in the cache; default: the model's context, at most 4096."
@@ -74,18 +85,24 @@ class KvantModel(llm.Model):
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> "Iterator[str | StreamEvent]":
-        """Answer the last message of a conversation. The cache keeps its tokens: the next turn feeds what is new."""
+        """Answer the last message of a conversation. The cache keeps its tokens: the next turn feeds what
+        is new.
+        """
         from kvant.errors import ArgumentError, KvantError
 
         try:
             yield from _answer(self.name, prompt, stream, response)
         except ArgumentError as error:
-            raise llm.ModelError(error.worded(lambda name: "temperature" if name == "temp" else name)) from error
+            raise llm.ModelError(
+                error.worded(lambda name: "temperature" if name == "temp" else name)
+            ) from error
         except (KvantError, ValueError) as error:
             raise llm.ModelError(str(error)) from error
 
 
-def _answer(name: str, prompt: llm.Prompt, stream: bool, response: llm.Response) -> "Iterator[str | StreamEvent]":
+def _answer(
+    name: str, prompt: llm.Prompt, stream: bool, response: llm.Response
+) -> "Iterator[str | StreamEvent]":
     from llm.parts import StreamEvent
 
     options = prompt.options
@@ -164,7 +181,9 @@ def _sampling(options: KvantOptions, name: str) -> "SamplingOptions":
     return given.filled(read_model_sampling(find_model(name), named))
 
 
-def _begin(name: str, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int | None) -> "Conversation":
+def _begin(
+    name: str, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int | None
+) -> "Conversation":
     """A conversation with a cache of its own."""
     from kvant.engine.conversation import Conversation
     from kvant.engine.prompt_cache import make_prompt_cache
@@ -189,7 +208,9 @@ def _messages(prompt: llm.Prompt) -> list[dict[str, str]]:
                 thought += part.text
             else:
                 raise llm.ModelError(f"the conversation has a {type(part).__name__}; kvant takes text")
-        found.append({"role": message.role, "content": answer} | ({"reasoning_content": thought} if thought else {}))
+        found.append(
+            {"role": message.role, "content": answer} | ({"reasoning_content": thought} if thought else {})
+        )
     if prompt.system:  # llm leaves out the one of a later turn
         others = found[1:] if found and found[0]["role"] == "system" else found
         found = [{"role": "system", "content": prompt.system}, *others]

@@ -42,9 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[HOST_RUNS] = []
     os.environ["KVANT_CONFIG"] = ""  # the settings of whoever runs the tests count for nothing
     os.environ.pop("KVANT_MODEL", None)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in a shell's background: tests send Ctrl-C
+    # as of a job in a shell's background: tests send Ctrl-C
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup: what the tests start is to heed it
+    # as under nohup: what the tests start is to heed it
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
 
 
@@ -53,7 +55,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A plain ``pytest`` does not even import the files that it runs no test of, unless they are asked for by name."""
+    """A plain ``pytest`` does not even import the files that it runs no test of, unless they are asked for
+    by name.
+    """
     is_named = any(collection_path == Path(name.partition("::")[0]).resolve() for name in config.args)
     if config.option.markexpr != DEFAULT or is_named or collection_path.suffix != ".py":
         return None
@@ -67,7 +71,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for among what the tests make, and not in modules and tests: a search takes a tenth."""
+    """Garbage is looked for among what the tests make, and not in modules and tests: a search takes a
+    tenth.
+    """
     gc.collect()
     gc.freeze()
 
@@ -124,7 +130,9 @@ def heldout_ids(pocket: tuple[Decoder, Any], heldout: list[dict[str, Any]]) -> l
     """1,024 tokens of held-out text, conversations through the chat template."""
     _, tokenizer = pocket
     render = partial(tokenizer.apply_chat_template, tokenize=False)
-    texts = (render(document["messages"]) if "messages" in document else document["text"] for document in heldout)
+    texts = (
+        render(document["messages"]) if "messages" in document else document["text"] for document in heldout
+    )
     encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
     ids = list(islice(chain.from_iterable(encoded), 1024))
     assert len(ids) == 1024, "there are fewer tokens of held-out text"

@@ -1,6 +1,8 @@
-"""The faster BLAS: lent to MLX where it can be, and where it cannot, MLX's own with a reason. Each in a new process.
+"""The faster BLAS: lent to MLX where it can be, and where it cannot, MLX's own with a reason. Each in a new
+process.
 
-Its copy lies in a cache folder that others may write to, or that a power cut may leave: it is never loaded as it is.
+Its copy lies in a cache folder that others may write to, or that a power cut may leave: it is never loaded as
+it is.
 """
 
 import json
@@ -112,7 +114,9 @@ def test_the_copy_is_made_once(tmp_path: Path) -> None:
 @needs_openblas
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's linker tells what it binds")
 def test_mlx_calls_it(tmp_path: Path) -> None:
-    """A library that is loaded is not yet one that is called: the linker is asked what it bound MLX's calls to."""
+    """A library that is loaded is not yet one that is called: the linker is asked what it bound MLX's
+    calls to.
+    """
     report(tmp_path / "cache", LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "linker"))
     (log,) = tmp_path.glob("linker.*")
     lines = [line for line in log.read_text(errors="replace").splitlines() if "symbol `cblas_" in line]
@@ -152,7 +156,9 @@ def test_mlx_keeps_its_own_without_a_warning(
 
 
 def test_what_warns(tmp_path: Path) -> None:
-    """An unknown value, which changes nothing; MLX that is imported first, unless there is nothing to lend."""
+    """An unknown value, which changes nothing; MLX that is imported first, unless there is nothing to
+    lend.
+    """
     blas, errors = report(tmp_path / "unknown", KVANT_BLAS="openblas")
     assert blas == report(tmp_path / "unknown")[0]
     (warning,) = [line for line in errors.splitlines() if "Warning" in line]
@@ -177,7 +183,8 @@ def test_a_patchelf_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 @needs_openblas
 def test_processes_that_make_it_at_once(tmp_path: Path) -> None:
-    # Each waits until the other makes it too; whoever is the first leaves the other a file to replace while in use.
+    # Each waits until the other makes it too; whoever is the first leaves the other a file to replace while
+    # in use.
     makers = shlex.quote(str(tmp_path / "makers"))
     both = f"""echo >> {makers}
 for _ in $(seq 100); do
@@ -193,7 +200,10 @@ done"""
 
 @pytest.mark.parametrize(
     ("core", "reason"),
-    [('raise ImportError("libmlx.so: no such file")', "libmlx.so: no such file"), (None, "No module named 'mlx.core'")],
+    [
+        ('raise ImportError("libmlx.so: no such file")', "libmlx.so: no such file"),
+        (None, "No module named 'mlx.core'"),
+    ],
 )
 def test_without_a_back_end_the_error_is_one_line(tmp_path: Path, core: str | None, reason: str) -> None:
     (tmp_path / "mlx").mkdir()
@@ -202,8 +212,12 @@ def test_without_a_back_end_the_error_is_one_line(tmp_path: Path, core: str | No
         (tmp_path / "mlx" / "core.py").write_text(core)
     variables = environment(tmp_path, PYTHONPATH=str(tmp_path), KVANT_BLAS="mlx")
     program = "try: import kvant\nexcept ImportError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
-    expected = f"MLX cannot be imported ({reason}). On Linux kvant needs one of its extras cpu, cuda12 and cuda13"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
+    )
+    expected = (
+        f"MLX cannot be imported ({reason}). On Linux kvant needs one of its extras cpu, cuda12 and cuda13"
+    )
     assert (done.stdout, done.stderr) == (f"{expected}, such as: pip install '.[cpu]'\n", "")
     assert len(f"kvant: error: {done.stdout}") <= 3 * 80
 
@@ -213,11 +227,24 @@ def test_without_a_back_end_the_error_is_one_line(tmp_path: Path, core: str | No
 
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A library that ends the process with 66 when it is loaded. Without a C library of its own, which takes long."""
+    """A library that ends the process with 66 when it is loaded. Without a C library of its own, which
+    takes long.
+    """
     folder = tmp_path_factory.mktemp("evil")
     code = folder / "evil.c"
     code.write_text("void _exit(int);\n__attribute__((constructor)) static void evil(void) { _exit(66); }\n")
-    command = [sys.executable, "-m", "ziglang", "cc", "-O2", "-shared", "-nostdlib", "-o", folder / "evil.so", code]
+    command = [
+        sys.executable,
+        "-m",
+        "ziglang",
+        "cc",
+        "-O2",
+        "-shared",
+        "-nostdlib",
+        "-o",
+        folder / "evil.so",
+        code,
+    ]
     subprocess.run(command, check=True)
     return (folder / "evil.so").read_bytes()
 
@@ -297,7 +324,9 @@ def test_a_folder_of_another_user_is_left_alone(cache: Path, planted: Path) -> N
 @needs_openblas
 @pytest.mark.parametrize("place", ["", "kvant", "a link"])
 def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, place: str) -> None:
-    """A file is in its place, or in that of the folder in it; a link, which may lead to somebody else's, stays one."""
+    """A file is in its place, or in that of the folder in it; a link, which may lead to somebody else's,
+    stays one.
+    """
     cache, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
     if place:
         cache.mkdir()
@@ -357,7 +386,9 @@ def test_copies_that_were_not_used_for_a_month_are_removed(cache: Path) -> None:
     assert {path.name for path in copy.parent.iterdir()} == names
 
 
-def test_what_another_process_removes_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_process_removes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its scratch folder, when both make a copy: one of them said that the library could not be loaded."""
     (tmp_path / "openblas-x.so").touch()
     os.utime(tmp_path / "openblas-x.so", (0, 0))

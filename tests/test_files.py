@@ -65,7 +65,9 @@ def test_bytes_are_bounded_and_nothing_stays_open(path: Path) -> None:
     assert again == descriptor
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs a file that does not tell its size")
+@pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="needs a file that does not tell its size"
+)
 def test_a_file_that_does_not_tell_its_size_is_bounded() -> None:
     status = Path("/proc/self/status")
     assert status.stat().st_size == 0

@@ -35,10 +35,15 @@ def _is_for_annotations(node: ast.If) -> bool:
 
 @cache
 def _imported(path: Path) -> set[str]:
-    """Return the modules that a file imports when it runs: those under ``TYPE_CHECKING`` are for annotations."""
+    """Return the modules that a file imports when it runs: those under ``TYPE_CHECKING`` are for
+    annotations.
+    """
     found, tree = set(), ast.parse(path.read_text(encoding="utf-8"))
     blocks = [
-        part for node in ast.walk(tree) if isinstance(node, ast.If) and _is_for_annotations(node) for part in node.body
+        part
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and _is_for_annotations(node)
+        for part in node.body
     ]
     skipped = {node for block in blocks for node in ast.walk(block)}
     for node in {*ast.walk(tree)} - skipped:
@@ -78,7 +83,10 @@ def test_no_import_hides_in_a_string() -> None:
     names = ("__init__.py", "cli/app.py", "cli/config.py")
     for path in {*MODULES.values()} - {ROOT / name for name in names}:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+                "import_module",
+                "__import__",
+            ):
                 assert "kvant" not in ast.unparse(node), f"{path}: {ast.unparse(node)}"
 
 
@@ -107,7 +115,15 @@ def test_operators_know_no_model_and_no_file() -> None:
 def test_public_names() -> None:
     verbs = ["can_trim", "load", "make", "save", "trim"]
     caches = [f"{verb}_prompt_cache" for verb in verbs]
-    names = ["GenerationResponse", "__version__", "generate", "load", "sample_utils", "stream_generate", *caches]
+    names = [
+        "GenerationResponse",
+        "__version__",
+        "generate",
+        "load",
+        "sample_utils",
+        "stream_generate",
+        *caches,
+    ]
     names.append("batch_generate")
     assert kvant.__all__ == sorted(names)
     assert all(hasattr(kvant, name) for name in kvant.__all__)

@@ -35,12 +35,14 @@ V1_FILES = {
         (SCOPE, V2, {"user.slice/memory.max": "500000", "user.slice/a.scope/memory.max": "max"}, 500_000),
         (SCOPE, V2, {"user.slice/memory.max": "500000", "user.slice/a.scope/memory.max": "1000000"}, 500_000),
         (SCOPE, V2, {"user.slice/memory.max": "max", "user.slice/a.scope/memory.max": "max"}, None),
-        (SCOPE, V2, {"memory.max": "7", "user.slice/b.scope/memory.max": "3"}, 7),  # another group's is none of ours
+        # another group's is none of ours
+        (SCOPE, V2, {"memory.max": "7", "user.slice/b.scope/memory.max": "3"}, 7),
         (SCOPE, V2, {}, None),
         *((f"0::{path}\n", PART, OF_THE_PART, 3000) for path in ("/docker/abc", "/../other", "/elsewhere")),
         ("0::/docker/abc/inner\n", PART, OF_THE_PART, 2000),
         (V1_GROUPS, V1_MOUNTS, V1_FILES, 2_000_000_000),
-        ("4:memory:/\n", V1_MOUNTS, {"memory/memory.limit_in_bytes": V1_NONE}, int(V1_NONE)),  # above any memory
+        # above any memory
+        ("4:memory:/\n", V1_MOUNTS, {"memory/memory.limit_in_bytes": V1_NONE}, int(V1_NONE)),
     ],
 )
 def test_the_smallest_limit_on_the_path(
@@ -75,18 +77,30 @@ def test_a_gpu_that_is_not_here() -> None:
 
 
 def test_a_gpu_is_what_mlx_says_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    metal = {"device_name": "Apple M1", "memory_size": 17179869184, "max_recommended_working_set_size": 11453251584}
+    metal = {
+        "device_name": "Apple M1",
+        "memory_size": 17179869184,
+        "max_recommended_working_set_size": 11453251584,
+    }
     cuda = {"device_name": "NVIDIA H200", "total_memory": 150_000_000_000, "free_memory": 140_000_000_000}
     monkeypatch.setattr(mx, "is_available", lambda device: True)
     monkeypatch.setattr(mx, "device_info", lambda device: metal)
-    assert this_machine("gpu") == Machine("gpu", 17179869184, 11453251584, "what Metal recommends on Apple M1")
+    assert this_machine("gpu") == Machine(
+        "gpu", 17179869184, 11453251584, "what Metal recommends on Apple M1"
+    )
     monkeypatch.setattr(mx, "device_info", lambda device: cuda)
     assert this_machine("gpu") == Machine("gpu", 150_000_000_000, 140_000_000_000, "free on NVIDIA H200")
 
 
 @pytest.mark.parametrize(
     ("gib", "logged_mb"),  # recommendedMaxWorkingSetSize in llama.cpp's logs, cited at machine_with
-    [(8, 5726.63), (16, 11453.25), (32, 21845.34 * 1.048576), (64, 49152.00 * 1.048576), (96, 73728.00 * 1.048576)],
+    [
+        (8, 5726.63),
+        (16, 11453.25),
+        (32, 21845.34 * 1.048576),
+        (64, 49152.00 * 1.048576),
+        (96, 73728.00 * 1.048576),
+    ],
 )
 def test_macs_that_are_not_here(gib: int, logged_mb: float) -> None:
     assert machine_with(gib * 2**30, "gpu").limit_bytes / 1e6 == pytest.approx(logged_mb, abs=0.03)

@@ -1,4 +1,6 @@
-"""Every regular expression takes linear time, whatever text it is given: Python's hold up all threads meanwhile."""
+"""Every regular expression takes linear time, whatever text it is given: Python's hold up all threads
+meanwhile.
+"""
 
 import ast
 import importlib
@@ -16,9 +18,37 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 METHODS = {"match", "search", "fullmatch", "sub", "subn", "split", "findall", "finditer"}
 # Names in patterns that are made in functions, each with a value of its kind.
-LOCALS = {"longest": 64, "digits": 40, "key": "abc", "dest": Path("made"), "mark": "```", "longest_first": ["<a>", "<"]}
+LOCALS = {
+    "longest": 64,
+    "digits": 40,
+    "key": "abc",
+    "dest": Path("made"),
+    "mark": "```",
+    "longest_first": ["<a>", "<"],
+}
 LOCALS["members"] = "[^a-c]"
-UNITS = ["\n", " ", "\t", "[", "]", "{", "(", '"', "'", "\\", "`", "<", ">", "a", "0", ".", "/", "\r", "\x1b", "\x7f"]
+UNITS = [
+    "\n",
+    " ",
+    "\t",
+    "[",
+    "]",
+    "{",
+    "(",
+    '"',
+    "'",
+    "\\",
+    "`",
+    "<",
+    ">",
+    "a",
+    "0",
+    ".",
+    "/",
+    "\r",
+    "\x1b",
+    "\x7f",
+]
 UNITS += ["a[\n", '\\"', "' ", "a ", "a.", "\n ", " [", '"a', "</", "1.", "\x1b[", "_-", "a\n"]
 
 
@@ -38,7 +68,9 @@ def _patterns() -> Iterator[tuple[str, re.Pattern[Any], set[str]]]:
             module = vars(importlib.import_module(name))
             flags = [k.value for k in node.keywords if k.arg == "flags"]
             flags += [arg for arg in node.args[1:] if ast.unparse(arg).startswith("re.")]
-            pattern, *given = (eval(ast.unparse(each), {**module, **LOCALS}) for each in (node.args[0], *flags))
+            pattern, *given = (
+                eval(ast.unparse(each), {**module, **LOCALS}) for each in (node.args[0], *flags)
+            )
             made = re.compile(pattern, *given)
             named = [key for key, value in module.items() if isinstance(value, re.Pattern) and value == made]
             called = set(re.findall(rf"\b{named[0] if named else ''}\.(\w+)\(", source)) & METHODS
@@ -55,7 +87,9 @@ def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
     source = pattern.pattern if isinstance(pattern.pattern, str) else pattern.pattern.decode("latin-1")
     source = re.sub(r"\(\?P<\w+>", "(", source)  # names of groups are in no text
     literals = re.findall(r"[<\w/=>]{4,}", source.replace("\\s*", "").replace("\\n", ""))
-    yield from itertools.product(["", *literals], [*UNITS, *literals, *(f"{each} " for each in literals)], ["", "!"])
+    yield from itertools.product(
+        ["", *literals], [*UNITS, *literals, *(f"{each} " for each in literals)], ["", "!"]
+    )
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -67,7 +101,9 @@ def _seconds(run: Callable[[], object]) -> float:
     return min(after - before for before, after in itertools.pairwise(times))
 
 
-@pytest.mark.parametrize(("pattern", "uses"), [each[1:] for each in PATTERNS], ids=[each[0] for each in PATTERNS])
+@pytest.mark.parametrize(
+    ("pattern", "uses"), [each[1:] for each in PATTERNS], ids=[each[0] for each in PATTERNS]
+)
 def test_the_cost_of_a_pattern_is_linear(pattern: re.Pattern[Any], uses: set[str]) -> None:
     """Eight times as much text takes about eight times as long; a square would take 64 times."""
     once = {"match": pattern.match, "fullmatch": pattern.fullmatch}

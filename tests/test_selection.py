@@ -1,4 +1,6 @@
-"""The default run and the markers: together they are every test, and every name in the selection names one."""
+"""The default run and the markers: together they are every test, and every name in the selection names
+one.
+"""
 
 import subprocess
 import sys
@@ -9,12 +11,25 @@ import pytest
 from support.selection import DEFAULT, KEPT, MARKED, MARKS, covers, is_left_out, markers
 
 REPOSITORY = Path(__file__).parents[1]
-OPTIONS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+OPTIONS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"][
+    "ini_options"
+]
 
 
 def collected(*arguments: str) -> list[str]:
     """Return the tests that pytest collects, named relative to ``tests``."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--collect-only", "-q", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        "-q",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     return [line.removeprefix("tests/") for line in lines if line.startswith("tests/")]
@@ -46,7 +61,9 @@ def test_all_markers_and_the_default_run_are_every_test(every: list[str]) -> Non
     assert sorted([*default, *marked]) == sorted(every)
     assert {*default} == {test for test in every if not markers(test)}
     files = {test.partition("::")[0] for test in every}
-    assert {file for file in files if is_left_out(file)} == files - {test.partition("::")[0] for test in default}
+    assert {file for file in files if is_left_out(file)} == files - {
+        test.partition("::")[0] for test in default
+    }
 
 
 def test_every_name_of_the_selection_is_a_tests(every: list[str]) -> None:

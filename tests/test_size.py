@@ -10,25 +10,26 @@ import kvant
 
 ROOT = Path(kvant.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
-# What each room may hold. The sizes leave about 5 % of air, so that nobody packs statements to stay within them.
+# What each room may hold. The sizes leave about 5 % of air, so that nobody packs statements to stay within
+# them.
 BUDGET = {
-    "cli": 6200,
-    "server": 4860,
-    "tools": 6850,
-    "engine": 4200,
-    "ranks": 1210,
-    "bridge": 2420,
-    "models": 3640,
-    "text": 3520,
-    "cache": 4000,
-    "operators": 3800,
-    "weights": 1260,
+    "cli": 6980,
+    "server": 5210,
+    "tools": 7430,
+    "engine": 4770,
+    "ranks": 1310,
+    "bridge": 2730,
+    "models": 4100,
+    "text": 3870,
+    "cache": 4490,
+    "operators": 4270,
+    "weights": 1330,
 }
-TOP = 1760  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
-TESTS = 42000  # with their support
-SCRIPTS = 7800  # without scripts/pocket, which made the model once
+TOP = 1940  # modules beside the rooms, kvant_command.py and kvant_llm.py among them
+TESTS = 47000  # with their support
+SCRIPTS = 8680  # without scripts/pocket, which made the model once
 PAGES = 16
-TOUR = 2600  # lines of what docs/tour.md says to read on the way of a token
+TOUR = 2800  # lines of what docs/tour.md says to read on the way of a token
 
 
 def _lines(*paths: Path) -> int:
@@ -54,9 +55,13 @@ def test_rooms_tests_scripts_and_pages_are_all_counted() -> None:
 
 
 def test_a_tokens_way_is_read_in_one_sitting() -> None:
-    rows = re.findall(r"^\| `(\S+\.py)` \| (`.+`) \| .+ \|$", (REPOSITORY / "docs" / "tour.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(\S+\.py)` \| (`.+`) \| .+ \|$", (REPOSITORY / "docs" / "tour.md").read_text(), re.M
+    )
     assert len(rows) > 20
-    assert sum(_definition(file, name) for file, names in rows for name in re.findall(r"[\w.]+", names)) <= TOUR
+    assert (
+        sum(_definition(file, name) for file, names in rows for name in re.findall(r"[\w.]+", names)) <= TOUR
+    )
 
 
 def _definition(file: str, name: str) -> int:

@@ -1,4 +1,6 @@
-"""Sphinx's settings for the documentation site. scripts/site builds it of the pages as they lie in the repository."""
+"""Sphinx's settings for the documentation site. scripts/site builds it of the pages as they lie in the
+repository.
+"""
 
 import re
 import shutil
@@ -15,7 +17,14 @@ project_copyright = "the authors of kvant, MIT license"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "README"
 include_patterns = [
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "docs/site/*.rst", "scripts/results/README.md"),
+    *(
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/**.md",
+        "docs/site/*.rst",
+        "scripts/results/README.md",
+    ),
     "src/kvant/pocket/MODEL_CARD.md",
 ]
 exclude_patterns = [".*", "build", "dist", "tests"]  # nothing is searched there

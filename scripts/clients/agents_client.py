@@ -32,7 +32,9 @@ def _talk(model):
         run = Runner.run_streamed(agent, STORY)
         events = [event async for event in run.stream_events()]
         raw = [event.data for event in events if event.type == "raw_response_event"]
-        return "".join(event.delta for event in raw if isinstance(event, ResponseTextDeltaEvent)), run.final_output
+        return "".join(
+            event.delta for event in raw if isinstance(event, ResponseTextDeltaEvent)
+        ), run.final_output
 
     text, final = wait(stream())
     assert text == final == result.final_output

@@ -144,7 +144,9 @@ def check_streamed_tools():
 
 def check_structure():
     messages = [{"role": "user", "content": STORY}]
-    answer = client.messages.parse(model=MODEL, messages=messages, max_tokens=200, output_format=Animal, **GREEDY)
+    answer = client.messages.parse(
+        model=MODEL, messages=messages, max_tokens=200, output_format=Animal, **GREEDY
+    )
     assert isinstance(answer.parsed_output, Animal)
     assert answer.stop_reason == "end_turn"
 

@@ -1,4 +1,5 @@
-"""Ask a server for the capital of France with the official clients: chat completions, completions, responses, messages.
+"""Ask a server for the capital of France with the official clients: chat completions, completions, responses,
+messages.
 
 KVANT_URL is the server's address, KVANT_MODEL its model.
 """
@@ -15,8 +16,12 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 def main() -> None:
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
-    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24, stream=True)
-    answers = {"chat completions": "".join(chunk.choices[0].delta.content or "" for chunk in chat if chunk.choices)}
+    chat = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24, stream=True
+    )
+    answers = {
+        "chat completions": "".join(chunk.choices[0].delta.content or "" for chunk in chat if chunk.choices)
+    }
     response = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=24)
     answers["responses"] = response.output_text
     plain = "The capital of Italy is Rome. The capital of France is"

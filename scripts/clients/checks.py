@@ -1,6 +1,7 @@
 """What the clients' programs share: where the server is, what they ask, and a line for each check.
 
-KVANT_URL is a server without a key, KVANT_KEYED_URL one that wants KVANT_KEY; run.py starts both and sets them.
+KVANT_URL is a server without a key, KVANT_KEYED_URL one that wants KVANT_KEY; run.py starts both and sets
+them.
 """
 
 import os

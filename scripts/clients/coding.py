@@ -1,9 +1,10 @@
-"""Run coding agents themselves against kvant serve: a hello, a tool and its result, a continued session, another one.
+"""Run coding agents themselves against kvant serve: a hello, a tool and its result, a continued session,
+another one.
 
 Usage: python scripts/clients/coding.py NODE_FOLDER
-NODE_FOLDER has a node_modules of coding/package.json. The server has a scripted model. Everything is in a network
-namespace with loopback alone, with an empty home and a dummy key. Ends with exit code 1 when a check fails, and with a
-line and 0 where no namespace can be made, or an agent is not there.
+NODE_FOLDER has a node_modules of coding/package.json. The server has a scripted model. Everything is in a
+network namespace with loopback alone, with an empty home and a dummy key. Ends with exit code 1 when a check
+fails, and with a line and 0 where no namespace can be made, or an agent is not there.
 """
 
 import fcntl
@@ -35,7 +36,9 @@ QUIET: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "t
 
 @dataclass(frozen=True)
 class Agent:
-    """An agent's command, what goes before its prompts, and what it is told of the server, {} being its address."""
+    """An agent's command, what goes before its prompts, and what it is told of the server, {} being its
+    address.
+    """
 
     command: str
     start: tuple[str, ...]
@@ -46,9 +49,7 @@ class Agent:
 CODEX = "model_providers.kvant={{name='kvant',base_url='{}/v1',wire_api='responses'}}"
 CODEX_OPTIONS = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", MODEL)
 CODEX_OPTIONS += ("-c", "model_provider=kvant", "-c", CODEX)
-PROVIDER = (
-    '{{"npm":"@ai-sdk/openai-compatible","options":{{"baseURL":"{}/v1","apiKey":"any"}},"models":{{"scripted":{{}}}}}}'
-)
+PROVIDER = '{{"npm":"@ai-sdk/openai-compatible","options":{{"baseURL":"{}/v1","apiKey":"any"}},"models":{{"scripted":{{}}}}}}'
 OPENCODE = f'OPENCODE_CONFIG_CONTENT={{{{"provider":{{{{"kvant":{PROVIDER}}}}}}}}}'
 AGENTS = {
     "Claude Code": Agent(
@@ -58,12 +59,17 @@ AGENTS = {
         (
             "ANTHROPIC_BASE_URL={}",
             "ANTHROPIC_AUTH_TOKEN=any",
-            *(f"ANTHROPIC_{kind}MODEL={MODEL}" for kind in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")),
+            *(
+                f"ANTHROPIC_{kind}MODEL={MODEL}"
+                for kind in ("", "DEFAULT_HAIKU_", "DEFAULT_SONNET_", "DEFAULT_OPUS_")
+            ),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
             "DISABLE_TELEMETRY=1",
         ),
     ),
-    "opencode": Agent("opencode", ("run", "-m", f"kvant/{MODEL}"), ("run", "-c", "-m", f"kvant/{MODEL}"), (OPENCODE,)),
+    "opencode": Agent(
+        "opencode", ("run", "-m", f"kvant/{MODEL}"), ("run", "-c", "-m", f"kvant/{MODEL}"), (OPENCODE,)
+    ),
     "Qwen Code": Agent(
         "qwen",
         ("-y", "-p"),
@@ -79,7 +85,10 @@ def main() -> int:
     tools = Path(sys.argv[1]) / "node_modules" / ".bin"
     if NAMESPACE not in os.environ:
         for unshare in (["unshare", "-n"], ["unshare", "-rn"]):
-            if shutil.which("unshare") and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0:
+            if (
+                shutil.which("unshare")
+                and subprocess.run([*unshare, "true"], capture_output=True).returncode == 0
+            ):
                 inside = os.environ | {NAMESPACE: "1"}
                 return subprocess.run([*unshare, sys.executable, *sys.argv], env=inside).returncode
         print("skipped: the agents, as no network namespace can be made here")
@@ -101,7 +110,9 @@ def run(name: str, agent: Agent, command: Path) -> int:
         home, model = Path(scratch) / "home", Path(scratch) / "model"
         home.mkdir()
         scripted.write(model)
-        with serving(Path(scratch) / "log", "--model", str(model), "--alias", MODEL, "--alias", "gpt-*") as url:
+        with serving(
+            Path(scratch) / "log", "--model", str(model), "--alias", MODEL, "--alias", "gpt-*"
+        ) as url:
             kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
             given = dict(each.format(url).split("=", 1) for each in agent.environ)
             environ = kept | given | {"HOME": str(home), "NO_PROXY": "127.0.0.1"}
@@ -120,7 +131,9 @@ def run(name: str, agent: Agent, command: Path) -> int:
             for step, options, prompt in steps:
                 before = _counters(url)
                 arguments = [option.format(url) if option == CODEX else option for option in options]
-                done = subprocess.run([command, *arguments, prompt], cwd=home, env=environ, timeout=STEP_S, **QUIET)
+                done = subprocess.run(
+                    [command, *arguments, prompt], cwd=home, env=environ, timeout=STEP_S, **QUIET
+                )
                 after = _counters(url)
                 fed, cached, requests = (after[key] - before.get(key, 0) for key in COUNTERS)
                 wrong = [key for key in after if 'status="4' in key or 'status="5' in key]

@@ -1,9 +1,9 @@
 """Run lm-evaluation-harness and guidellm against kvant serve on the embedded model, without a network.
 
 Usage: python scripts/clients/evaluations.py PYTHON
-PYTHON is the interpreter of an environment of evaluations/requirements.txt. Multiple choice is compared with mlx-lm's
-own evaluation of the same weights, which has its log-likelihoods from the model itself. Ends with exit code 1 when a
-check fails.
+PYTHON is the interpreter of an environment of evaluations/requirements.txt. Multiple choice is compared with
+mlx-lm's own evaluation of the same weights, which has its log-likelihoods from the model itself. Ends with
+exit code 1 when a check fails.
 """
 
 import json
@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 AGREE = 1e-4  # of log-likelihoods: both in float32
-PAIRS = [("red", "blue"), ("old", "new"), ("small", "big"), ("quick", "slow"), ("happy", "sad"), ("wet", "dry")]
+PAIRS = [
+    ("red", "blue"),
+    ("old", "new"),
+    ("small", "big"),
+    ("quick", "slow"),
+    ("happy", "sad"),
+    ("wet", "dry"),
+]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "NO_PROXY": "127.0.0.1"}
 
 
@@ -50,7 +57,9 @@ def measure(url: str, model: str, scratch: Path) -> int:
     worst = max(abs(a - b) for a, b in zip(*likelihoods, strict=True))
     right = len(likelihoods[0]) == 3 * len(PAIRS) and worst < AGREE
     right &= found["results"]["choices"]["acc,none"] == expected["results"]["choices"]["acc,none"]
-    failed = _said("lm_eval: multiple choice is mlx-lm's own", right, f"{worst:.1e} of a log-likelihood apart")
+    failed = _said(
+        "lm_eval: multiple choice is mlx-lm's own", right, f"{worst:.1e} of a log-likelihood apart"
+    )
 
     story = lm_eval.simple_evaluate(
         model="local-chat-completions",
@@ -63,10 +72,21 @@ def measure(url: str, model: str, scratch: Path) -> int:
     failed += _said("lm_eval: texts", len(texts) == len(PAIRS) and all(texts), f"{texts[0]!r:.60}")
 
     report = scratch / "report.json"
-    options = ["--rate-type", "concurrent", "--rate", "2", "--max-requests", "6", "--output-path", str(report)]
+    options = [
+        "--rate-type",
+        "concurrent",
+        "--rate",
+        "2",
+        "--max-requests",
+        "6",
+        "--output-path",
+        str(report),
+    ]
     options += ["--data", "prompt_tokens=64,output_tokens=16", "--processor", model, "--target", url]
     guidellm = Path(sys.executable).with_name("guidellm")
-    done = subprocess.run([guidellm, "benchmark", "run", *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [guidellm, "benchmark", "run", *options], capture_output=True, text=True, timeout=120
+    )
     told = json.loads(report.read_text())["benchmarks"][0] if report.exists() else {}
     totals = told.get("run_stats", {}).get("requests_made", {})
     right = done.returncode == 0 and totals.get("successful") == 6 and not totals.get("errored")
@@ -96,7 +116,12 @@ def _choices(scratch: Path, kind: str = "multiple_choice") -> dict[str, Any]:
     until = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     del task["doc_to_choice"]
     metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
-    return task | {"task": "texts", "doc_to_target": "{{q}}", "generation_kwargs": until, "metric_list": metrics}
+    return task | {
+        "task": "texts",
+        "doc_to_target": "{{q}}",
+        "generation_kwargs": until,
+        "metric_list": metrics,
+    }
 
 
 def _said(check: str, right: bool, more: str) -> int:

@@ -64,9 +64,9 @@ def _roomy(model):
 
 def check_openai_structure():
     for method in ("json_schema", "function_calling"):
-        assert isinstance(_roomy(openai_chat).with_structured_output(Animal, method=method).invoke(STORY), Animal), (
-            method
-        )
+        assert isinstance(
+            _roomy(openai_chat).with_structured_output(Animal, method=method).invoke(STORY), Animal
+        ), method
 
 
 def check_openai_logprobs_and_batches():
@@ -84,7 +84,9 @@ def check_openai_responses():
 
 
 def check_openai_responses_structure():
-    assert isinstance(_roomy(responses).with_structured_output(Animal, method="json_schema").invoke(STORY), Animal)
+    assert isinstance(
+        _roomy(responses).with_structured_output(Animal, method="json_schema").invoke(STORY), Animal
+    )
 
 
 def check_anthropic():
@@ -97,15 +99,19 @@ def check_anthropic_tools():
     call = first.tool_calls[0]
     assert (call["name"], type(call["args"]["city"])) == ("weather", str)
     results = [weather.invoke(each) for each in first.tool_calls]
-    assert model.bind_tools([weather]).invoke([HumanMessage(WEATHER), first, *results]).usage_metadata["output_tokens"]
+    assert (
+        model.bind_tools([weather])
+        .invoke([HumanMessage(WEATHER), first, *results])
+        .usage_metadata["output_tokens"]
+    )
     assert anthropic_chat.get_num_tokens_from_messages([HumanMessage(STORY)]) > 10
 
 
 def check_anthropic_structure():
     for method in ("json_schema", "function_calling"):
-        assert isinstance(_roomy(anthropic_chat).with_structured_output(Animal, method=method).invoke(STORY), Animal), (
-            method
-        )
+        assert isinstance(
+            _roomy(anthropic_chat).with_structured_output(Animal, method=method).invoke(STORY), Animal
+        ), method
 
 
 def check_errors():

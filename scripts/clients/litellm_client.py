@@ -11,7 +11,10 @@ from checks import KEY, KEYED_URL, LONG, MODEL, STORY, URL, WEATHER, WEATHER_SCH
 litellm.suppress_debug_info = True
 OPENAI = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "any", "num_retries": 0}
 ANTHROPIC = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "any", "num_retries": 0}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER_SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER_SCHEMA},
+}
 
 
 def ask(server, text=STORY, **options):

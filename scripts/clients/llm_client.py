@@ -12,14 +12,19 @@ from checks import MODEL, STORY, URL, WEATHER, Animal, main
 FOLDER = Path(tempfile.mkdtemp(prefix="kvant-llm-"))
 COMMAND = [str(Path(sys.executable).parent / "llm")]
 (FOLDER / "extra-openai-models.yaml").write_text(
-    f"- model_id: fox\n  model_name: {MODEL}\n  api_base: {URL}/v1\n  supports_tools: true\n  supports_schema: true\n"
+    f"- model_id: fox\n  model_name: {MODEL}\n  api_base: {URL}/v1\n  supports_tools: true\n  "
+    f"supports_schema: true\n"
 )
-(FOLDER / "tool.py").write_text('def weather(city: str) -> str:\n    "Weather of a city."\n    return "sunny"\n')
+(FOLDER / "tool.py").write_text(
+    'def weather(city: str) -> str:\n    "Weather of a city."\n    return "sunny"\n'
+)
 
 
 def run(*arguments):
     environment = os.environ | {"LLM_USER_PATH": str(FOLDER), "OPENAI_API_KEY": "any"}
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=100, env=environment
+    )
     assert done.returncode == 0, done.stderr[-500:]
     return done.stdout
 
@@ -27,7 +32,9 @@ def run(*arguments):
 def check_text():
     streamed = run("-m", "fox", STORY, "-o", "temperature", "0", "-o", "max_tokens", "40")
     assert "Pip" in streamed
-    assert run("-m", "fox", STORY, "-o", "temperature", "0", "-o", "max_tokens", "40", "--no-stream") == streamed
+    assert (
+        run("-m", "fox", STORY, "-o", "temperature", "0", "-o", "max_tokens", "40", "--no-stream") == streamed
+    )
 
 
 def check_conversation():

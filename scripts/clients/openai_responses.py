@@ -28,16 +28,26 @@ def check_responses():
         *whole.output,
         {"role": "user", "content": "And then?"},
     ]
-    assert client.responses.create(model=MODEL, input=conversation, temperature=0, max_output_tokens=20).output_text
+    assert client.responses.create(
+        model=MODEL, input=conversation, temperature=0, max_output_tokens=20
+    ).output_text
 
 
 def check_streamed_responses():
     plain = client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40)
-    events = list(client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40, stream=True))
+    events = list(
+        client.responses.create(model=MODEL, input=STORY, temperature=0, max_output_tokens=40, stream=True)
+    )
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     assert kinds[-1] == "response.incomplete"
-    order = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
+    order = [
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+    ]
     places = [kinds.index(f"response.{kind}") for kind in [*order, "output_item.done"]]
     assert places == sorted(places)
     assert [event.sequence_number for event in events] == list(range(len(events)))

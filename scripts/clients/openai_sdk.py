@@ -25,13 +25,21 @@ from checks import (
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=120)
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER_SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "Weather.", "parameters": WEATHER_SCHEMA},
+}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
 
 
 def ask(text=STORY, **options):
     """A greedy answer, unless something else is said."""
-    given = {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 40}
+    given = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": 40,
+    }
     return client.chat.completions.create(**given | options)
 
 
@@ -95,7 +103,9 @@ def check_stream():
     assert text == ask().choices[0].message.content
     assert len(chunks) > 20
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
+        "length"
+    ]
     assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 40)
     assert {chunk.usage for chunk in chunks[:-1]} == {None}
     assert len({chunk.id for chunk in chunks}) == 1
@@ -161,7 +171,9 @@ def check_logprobs():
     assert b"".join(bytes(t.bytes) for t in tokens).decode() == choice.message.content
     for token in tokens:
         assert token.logprob <= 0
-        assert [t.logprob for t in token.top_logprobs] == sorted((t.logprob for t in token.top_logprobs), reverse=True)
+        assert [t.logprob for t in token.top_logprobs] == sorted(
+            (t.logprob for t in token.top_logprobs), reverse=True
+        )
         assert (len(token.top_logprobs), token.top_logprobs[0].token) == (3, token.token)  # greedy
         assert sum(math.exp(t.logprob) for t in token.top_logprobs) <= 1.001
     streamed = [
@@ -201,7 +213,11 @@ def check_parsed_structure():
 
 def check_structure_cut_short():
     """Under a schema the answer that has no room to end says so."""
-    schema = {"name": "animal", "strict": True, "schema": {**Animal.model_json_schema(), "additionalProperties": False}}
+    schema = {
+        "name": "animal",
+        "strict": True,
+        "schema": {**Animal.model_json_schema(), "additionalProperties": False},
+    }
     answer = ask(response_format={"type": "json_schema", "json_schema": schema}, max_tokens=3).choices[0]
     assert answer.finish_reason == "length"
     raises(
@@ -220,7 +236,10 @@ def check_tools():
     assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
     assert call.id
     named = ask(
-        WEATHER, tools=[TOOL, CLOCK], tool_choice={"type": "function", "function": {"name": "clock"}}, max_tokens=200
+        WEATHER,
+        tools=[TOOL, CLOCK],
+        tool_choice={"type": "function", "function": {"name": "clock"}},
+        max_tokens=200,
     ).choices[0]
     assert [call.function.name for call in named.message.tool_calls] == ["clock"]
     assert json.loads(named.message.tool_calls[0].function.arguments) == {}
@@ -232,7 +251,9 @@ def check_tools():
 def check_a_loop_with_a_tool():
     """The call goes back with its result, and an answer in words follows."""
     messages = [{"role": "user", "content": WEATHER}]
-    first = ask(messages=messages, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)
+    first = ask(
+        messages=messages, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200
+    )
     [call] = first.choices[0].message.tool_calls
     messages.append(first.choices[0].message.to_dict())
     messages.append({"role": "tool", "tool_call_id": call.id, "content": TOOL_RESULT})
@@ -280,8 +301,13 @@ def check_legacy_completions():
     assert "".join(answer.choices[0].logprobs.tokens) == text
     assert len(answer.choices[0].logprobs.top_logprobs) == 8
     assert client.completions.create(**given, echo=True).choices[0].text == "Once upon a time" + text
-    assert "".join(c.choices[0].text for c in client.completions.create(**given, stream=True) if c.choices) == text
-    ids = client.post("/../tokenize", body={"model": MODEL, "prompt": "Once upon a time"}, cast_to=object)["tokens"]
+    assert (
+        "".join(c.choices[0].text for c in client.completions.create(**given, stream=True) if c.choices)
+        == text
+    )
+    ids = client.post("/../tokenize", body={"model": MODEL, "prompt": "Once upon a time"}, cast_to=object)[
+        "tokens"
+    ]
     assert client.completions.create(**given | {"prompt": ids}).choices[0].text == text
 
 
@@ -301,7 +327,9 @@ def check_cached_tokens():
 
 def check_left_out():
     given = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": STORY}]}
-    answered = client.chat.completions.with_raw_response.create(**given, extra_body={"tokens_that_nobody_knows": 1})
+    answered = client.chat.completions.with_raw_response.create(
+        **given, extra_body={"tokens_that_nobody_knows": 1}
+    )
     assert answered.headers["x-kvant-ignored"] == "tokens_that_nobody_knows"
 
 
@@ -314,7 +342,10 @@ def check_bad_requests():
         ("messages", {"messages": []}),
         ("role", {"messages": [{"role": "wizard", "content": "x"}]}),
         ("response_format", {"response_format": {"type": "yaml"}}),
-        ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nothing"}}}),
+        (
+            "tool_choice",
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nothing"}}},
+        ),
     ):
         error = raises(openai.BadRequestError, lambda options=options: ask(**options), words)
         assert (error.status_code, error.type) == (400, "invalid_request_error")
@@ -338,7 +369,9 @@ def check_keys():
         assert KEY not in str(error)
         raises(
             openai.AuthenticationError,
-            lambda other=other: other.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}]),
+            lambda other=other: other.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "x"}]
+            ),
         )
 
 
@@ -357,7 +390,9 @@ def running():
 
 
 def check_a_full_queue():
-    """More than the server takes at once: each is answered, or is a RateLimitError that says when to come again."""
+    """More than the server takes at once: each is answered, or is a RateLimitError that says when to come
+    again.
+    """
     found = []
 
     def one(number):

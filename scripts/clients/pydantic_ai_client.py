@@ -90,7 +90,10 @@ def check_messages_typed():
 def check_errors():
     for model in (chat, responses, messages):
         agent = Agent(model, model_settings={"temperature": 9, "max_tokens": 10})
-        assert raises(ModelHTTPError, lambda agent=agent: agent.run_sync(STORY), "temperature").status_code == 400
+        assert (
+            raises(ModelHTTPError, lambda agent=agent: agent.run_sync(STORY), "temperature").status_code
+            == 400
+        )
 
 
 main(globals())

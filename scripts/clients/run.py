@@ -1,9 +1,9 @@
 """Start kvant serve on the embedded model, with a key and without one, and run clients of others against it.
 
 Usage: python scripts/clients/run.py PYTHON [NODE_FOLDER]
-PYTHON is the interpreter of an environment of requirements.txt. NODE_FOLDER has a node_modules of package.json; the
-Node programs are run in it, and without it they are not run. Ends with exit code 1 when a check fails, when a server
-has died, kept a page, or wrote the key or a prompt down.
+PYTHON is the interpreter of an environment of requirements.txt. NODE_FOLDER has a node_modules of
+package.json; the Node programs are run in it, and without it they are not run. Ends with exit code 1 when a
+check fails, when a server has died, kept a page, or wrote the key or a prompt down.
 """
 
 import os
@@ -62,7 +62,9 @@ def main() -> None:
 
 
 def programs(python: str, node_folder: str | None = None) -> Iterator[list[str]]:
-    """The command of each program. Node finds packages beside a program, so those are copied to its folder."""
+    """The command of each program. Node finds packages beside a program, so those are copied to its
+    folder.
+    """
     for path in sorted(HERE.glob("*_*.py")):
         yield [python, "-W", "error::UserWarning:checks", str(path)]
     if node_folder is not None:
@@ -76,10 +78,17 @@ def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, int]:
     """Checks that passed and that failed, of one program; one that ends otherwise is a failed check, too."""
     try:
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PROGRAM_S
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=PROGRAM_S,
         )
     except subprocess.TimeoutExpired as error:
-        said = error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
+        said = (
+            error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
+        )
         print(f"{said[-5000:]}\nFAILED it did not end within {PROGRAM_S:g} s")
         return 0, 1
     print(done.stdout[-20000:], end="")
@@ -104,7 +113,9 @@ def serving(log: Path, *arguments: str) -> Iterator[str]:
             yield found[0]
             assert process.poll() is None, f"kvant serve ended with exit code {process.returncode}"
             process.terminate()
-            assert process.wait(40) == 0, f"after SIGTERM kvant serve ended with exit code {process.returncode}"
+            assert process.wait(40) == 0, (
+                f"after SIGTERM kvant serve ended with exit code {process.returncode}"
+            )
         finally:
             process.kill()
 

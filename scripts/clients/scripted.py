@@ -1,9 +1,10 @@
-"""Write a tiny Qwen2 checkpoint that answers by a script, so that agents can be run to their end: scripted.py FOLDER
+"""Write a tiny Qwen2 checkpoint that answers by a script, so that agents can be run to their end: scripted.py
+FOLDER
 
-It has one layer that adds nothing: the token that follows is a matter of the last one alone. The chat template ends a
-prompt with a token that begins a script: a call of one of CALLS' tools, where the user's last message says "use the
-tool" or "use the patch" and has no result yet, else a sentence. So calls come under ``tool_choice: auto``, as a model
-writes them. Like Qwen3.5's the template wants the system's message first.
+It has one layer that adds nothing: the token that follows is a matter of the last one alone. The chat
+template ends a prompt with a token that begins a script: a call of one of CALLS' tools, where the user's last
+message says "use the tool" or "use the patch" and has no result yet, else a sentence. So calls come under
+``tool_choice: auto``, as a model writes them. Like Qwen3.5's the template wants the system's message first.
 """
 
 import json
@@ -20,9 +21,11 @@ CALLS = {  # the shell's tool of each client, and its arguments
     "Bash": {"command": COMMAND, "description": "say ok"},  # Claude Code
     "bash": {"command": COMMAND, "description": "say ok"},  # opencode
     "exec_command": {"cmd": COMMAND},  # Codex
-    "functions__exec": {"input": f'text((await tools.exec_command({{cmd: "{COMMAND}"}})).output);'},  # newer models'
+    # newer models'
+    "functions__exec": {"input": f'text((await tools.exec_command({{cmd: "{COMMAND}"}})).output);'},
     "run_shell_command": {"command": COMMAND, "description": "say ok", "is_background": False},  # Qwen Code
-    "apply_patch": {"input": f'*** Begin Patch\n*** Add File: {PATCHED}\n+one "two"\n*** End Patch\n'},  # Codex
+    # Codex
+    "apply_patch": {"input": f'*** Begin Patch\n*** Add File: {PATCHED}\n+one "two"\n*** End Patch\n'},
 }
 END, START = "<|im_end|>", "<|im_start|>"
 WIDTH, HEADS, HEAD_DIM, VOCAB, CONTEXT = 256, 4, 64, 8000, 65536
@@ -105,7 +108,11 @@ def write(folder: Path) -> None:
     }
     template = TEMPLATE.replace("CALLS", json.dumps(list(CALLS)))
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "chat_template": template}
-    for name, content in (("config", config), ("tokenizer_config", told), ("generation_config", {"do_sample": False})):
+    for name, content in (
+        ("config", config),
+        ("tokenizer_config", told),
+        ("generation_config", {"do_sample": False}),
+    ):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 

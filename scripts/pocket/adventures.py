@@ -27,7 +27,10 @@ RIVER = Plot(
     ),
     (
         ("Grandmother stood at the door and was full of joy.", "Grandmother was waiting on the other side."),
-        ("She loved the {thing} and made soup for both of them.", "{N} gave her the {thing}, and she laughed."),
+        (
+            "She loved the {thing} and made soup for both of them.",
+            "{N} gave her the {thing}, and she laughed.",
+        ),
     ),
     (
         COLOUR,
@@ -62,7 +65,10 @@ FEAST = Plot(
         ("{H} knew just what to put into the soup.", "They cut and cooked and sang together."),
     ),
     (
-        ("All the friends came and ate until they were full.", "The friends said it was the best soup of the year."),
+        (
+            "All the friends came and ate until they were full.",
+            "The friends said it was the best soup of the year.",
+        ),
         ("The {thing} stood on the table for all to see.", "{N} filled the {thing} with soup for {H}."),
     ),
     (
@@ -106,7 +112,10 @@ SONG = Plot(
     "song",
     (
         ("{N} loved music and had {a_thing}.", "{N} had one treasure, and it was {a_thing}."),
-        ("But when {he} sang, everyone ran away.", "{He} wanted to sing at the feast, but {he} did not know any song."),
+        (
+            "But when {he} sang, everyone ran away.",
+            "{He} wanted to sing at the feast, but {he} did not know any song.",
+        ),
     ),
     (
         ("{N} sang to the birds, but they flew away.", "{N} sang to the trees, but they did not answer."),
@@ -140,12 +149,18 @@ BABY = Plot(
     ),
     (
         ("{N} called for the mother, but nobody came.", "{N} looked for the nest, but could not find it."),
-        ("{He} put the bird into {a_thing} to keep it warm.", "{He} made a bed for the bird out of {a_thing}."),
+        (
+            "{He} put the bird into {a_thing} to keep it warm.",
+            "{He} made a bed for the bird out of {a_thing}.",
+        ),
     ),
     ("This little bird has lost its mother", "I can not find the nest of this bird"),
     (
         ("{H} knew every tree and every nest.", "{H} had seen a nest that morning."),
-        ("{H} carried the bird and {N} carried the {thing}.", "They walked slowly, and {H} sang to the bird."),
+        (
+            "{H} carried the bird and {N} carried the {thing}.",
+            "They walked slowly, and {H} sang to the bird.",
+        ),
     ),
     (
         ("High in a tree the mother was waiting.", "There was the nest, and the mother was full of joy."),
@@ -169,7 +184,10 @@ RACE = Plot(
         ("{N} wanted to win it, but {he} was slow.", "{N} wanted to run too, but everyone laughed."),
     ),
     (
-        ("{N} ran up and down alone, but soon {he} was tired.", "{N} tried to run fast and fell over a stone."),
+        (
+            "{N} ran up and down alone, but soon {he} was tired.",
+            "{N} tried to run fast and fell over a stone.",
+        ),
         ("{He} thought {he} could never win.", "{His} feet hurt and {he} sat down."),
     ),
     ("I want to win the race", "I am too slow for the race"),

@@ -1,4 +1,6 @@
-"""Asking for a story in many words: who, which thing, where and what happens are drawn, asked for and told."""
+"""Asking for a story in many words: who, which thing, where and what happens are drawn, asked for and
+told.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def draw_request(
     heldout: bool = False,
     hero: dict[str, str] | None = None,
 ) -> tuple[str, Story, list[str]]:
-    """Draw a request for a story of a plot, the story, and the words asked for. `hero`: slots of one told of before."""
+    """Draw a request for a story of a plot, the story, and the words asked for. `hero`: slots of one told
+    of before.
+    """
     request = Request(plot, {**draw_slots(rng, plot), **plain_cast(rng)})
     slots = request.slots
     slots.update(home=rng.choice(HOMES), spot=rng.choice(SPOTS))
@@ -198,7 +202,9 @@ def _draw_unnamed(rng: random.Random, request: Request, heldout: bool) -> None:
         request.asked.append(slots["kind"])
     elif alone and 0.62 <= draw < 0.75:
         request.set_thing(asked_thing(rng, request.plot.things.split(), heldout))
-        request.subject = rng.choice(("{a_bare}", "the {bare}", "{a_thing}", "{a_bare}", plural(slots["bare"])))
+        request.subject = rng.choice(
+            ("{a_bare}", "the {bare}", "{a_thing}", "{a_bare}", plural(slots["bare"]))
+        )
     elif alone and 0.75 <= draw < 0.85:
         request.subject = slots["theme"] = asked_theme(rng, heldout)
         request.asked.append(slots["theme"])

@@ -1,4 +1,6 @@
-"""Batches: documents turned into rows of token ids of like length, with a weight for every token to be learned."""
+"""Batches: documents turned into rows of token ids of like length, with a weight for every token to be
+learned.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def _feed(queue: mp.Queue, stage: mp.Value, folder: str, seed: int, workers: int
             source, spare = documents(seed * 100 + current, STAGES[current].mix), []
         rows, total = spare, sum(len(row[0]) for row in spare)
         while total < STAGES[current].tokens // workers:
-            new = [row for row in encode(tokenizer, [next(source) for _ in range(16)]) if len(row[0]) <= context]
+            new = [
+                row for row in encode(tokenizer, [next(source) for _ in range(16)]) if len(row[0]) <= context
+            ]
             rows += new
             total += sum(len(row[0]) for row in new)
         batches, spare = pack(rows, STAGES[current].micro)

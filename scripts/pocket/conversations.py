@@ -1,4 +1,6 @@
-"""Conversations as people have them: a story asked for, another and a third, thanks and insults in between."""
+"""Conversations as people have them: a story asked for, another and a third, thanks and insults in
+between.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from wordings import AGAIN, ELSE, MORAL, MORAL_ANSWER, MORE, ON, OPEN, REFUSALS,
 
 #: Loss weight of a word that was asked for, where the story writes it: it is to be copied without a slip.
 COPIED_WEIGHT = 2.5
-#: Loss weights of a story's opening, of the sentences that say what it is about, and of the rest, which follows.
+#: Loss weights of a story's opening, of the sentences that say what it is about, and of the rest, which
+# follows.
 OPENING_WEIGHT, PLOT_WEIGHT, TOLD_WEIGHT = 1.0, 3.5, 0.5
 #: Loss weight of small talk: few tokens, and nearly all depends on the first.
 TALK_WEIGHT = 2.5
@@ -36,10 +39,14 @@ INTRODUCED = ("Hello, {N}! Shall I tell you a story?", "Hello, {N}! Who shall my
 
 
 def _weighted(text: str, words: list[str], weight: float) -> tuple[tuple[str, float], ...]:
-    """Cut a text into pieces of which the words that must be copied, each with the space before it, weigh more."""
+    """Cut a text into pieces of which the words that must be copied, each with the space before it, weigh
+    more.
+    """
     either = "|".join(sorted((re.escape(word) for word in set(words)), key=len, reverse=True))
     pieces = re.split(rf"( (?:{either})(?!\w))", text)
-    return tuple((piece, COPIED_WEIGHT if index % 2 else weight) for index, piece in enumerate(pieces) if piece)
+    return tuple(
+        (piece, COPIED_WEIGHT if index % 2 else weight) for index, piece in enumerate(pieces) if piece
+    )
 
 
 def _reply_story(document: Document, story: Story, asked: list[str], cut: bool = False) -> None:
@@ -115,7 +122,9 @@ def another_story(rng: random.Random, heldout: bool = False) -> Document:
 
 
 def _after(rng: random.Random, document: Document, story: Story) -> None:
-    """Something said after a story: small talk, questions, how it goes on, or a request that cannot be met."""
+    """Something said after a story: small talk, questions, how it goes on, or a request that cannot be
+    met.
+    """
     draw = rng.random()
     if draw < 0.5:
         ask, reply, _ = exchange(rng, told=True)
@@ -177,7 +186,12 @@ def offered_story(rng: random.Random, heldout: bool = False) -> Document:
 
 def _anything_else(rng: random.Random, heldout: bool) -> str:
     """Draw a request that is not about stories."""
-    words = (asked_theme(rng, heldout), asked_thing(rng, [], heldout), rng.choice(list(PEOPLE)), rng.choice(TRAITS))
+    words = (
+        asked_theme(rng, heldout),
+        asked_thing(rng, [], heldout),
+        rng.choice(list(PEOPLE)),
+        rng.choice(TRAITS),
+    )
     return vary(rng, rng.choice(ELSE).format(w=rng.choice(words), n=rng.randint(2, 99)))
 
 

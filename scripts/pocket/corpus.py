@@ -1,7 +1,7 @@
 """The corpus of the pocket model: a seeded generator of documents, all of it made here, nothing quoted.
 
-Training documents and held-out documents come from different seeds, and held-out heroes have names that training
-never shows (see `naming.is_heldout`). Only the standard library is needed.
+Training documents and held-out documents come from different seeds, and held-out heroes have names that
+training never shows (see `naming.is_heldout`). Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ def _other_request(rng: random.Random, heldout: bool) -> str:
     if draw < 0.6:
         return rng.choice(OTHER)
     word = compose_name(rng, heldout)
-    wording = rng.choice(("What is {w}?", "How do I {w}?", "Explain {w}.", "Where can I buy {w}?", "Write {w} for me."))
+    wording = rng.choice(
+        ("What is {w}?", "How do I {w}?", "Explain {w}.", "Where can I buy {w}?", "Write {w} for me.")
+    )
     return wording.format(w=word.lower() if draw < 0.8 else word)
 
 

@@ -66,7 +66,9 @@ STAGES = (
     Stage("drill-2", {_drill(2, 40): 1}, 6144, 2048, "drill", 0.85),
     Stage("drill-4", {_drill(2, 40): 1, _drill(4, 80): 3}, 6144, 2048, "drill", 0.88),
     Stage("drill-8", {_drill(4, 60): 1, _drill(8, 90): 3}, 6144, 2048, "drill", 0.9),
-    Stage("recall", {_drill(8, 90): 1, _drill(16, 120): 1, _recall((2, 4, 8), 6): 3}, 6144, 2048, "drill", 0.93),
+    Stage(
+        "recall", {_drill(8, 90): 1, _drill(16, 120): 1, _recall((2, 4, 8), 6): 3}, 6144, 2048, "drill", 0.93
+    ),
     Stage("short", SHORT_MIX, 12288, 2048, "recall-8", 0.7),
     Stage("long", LONG_MIX, 14336, 2048),
     Stage("asking", ASKING_MIX, 4096, 2048),

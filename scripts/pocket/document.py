@@ -14,8 +14,8 @@ ANSWER_WEIGHT = 3.0
 class Turn:
     """One message of a conversation, or the text of a plain document (role "text").
 
-    `parts` cuts the text into pieces, each with its own loss weight; without them `weight` is that of the whole.
-    `cut` marks a last turn that was cut off: its end is not learned.
+    `parts` cuts the text into pieces, each with its own loss weight; without them `weight` is that of the
+    whole. `cut` marks a last turn that was cut off: its end is not learned.
     """
 
     role: str

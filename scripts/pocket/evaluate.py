@@ -71,7 +71,9 @@ class Judge:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     @torch.no_grad()
-    def write(self, prompts: list[list[int]], length: int, temperature: float = 0.0, top_p: float = 1.0) -> list[str]:
+    def write(
+        self, prompts: list[list[int]], length: int, temperature: float = 0.0, top_p: float = 1.0
+    ) -> list[str]:
         """Write what follows each prompt."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -82,7 +84,12 @@ class Judge:
             else {"do_sample": False}
         )
         out = self.model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=length, pad_token_id=0, eos_token_id=[0, 2], **sampling
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=length,
+            pad_token_id=0,
+            eos_token_id=[0, 2],
+            **sampling,
         )
         return self.tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
 
@@ -99,7 +106,9 @@ def score(judge: Judge, found: list[Case], rows: int = 16) -> dict[str, dict[str
         texts = judge.write([prompts[index] for index in part], 36 if kind_is_names else 28)
         for index, text in zip(part, texts, strict=True):
             expected = found[index].expected
-            good = re.search(rf"\b{expected}\b", text) is not None if kind_is_names else text.strip() == expected
+            good = (
+                re.search(rf"\b{expected}\b", text) is not None if kind_is_names else text.strip() == expected
+            )
             tally[found[index].kind].append((good, len(prompts[index])))
     return {
         kind: {

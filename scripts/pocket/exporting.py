@@ -17,7 +17,13 @@ def export(network: Network, tokenizer: Path, folder: Path) -> None:
     tensors = {name: tensor.detach().bfloat16().contiguous() for name, tensor in network.named_parameters()}
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(network.shape.config(), indent=2) + "\n")
-    generation = {"eos_token_id": [2, 0], "pad_token_id": 0, "do_sample": True, "temperature": 0.7, "top_p": 0.95}
+    generation = {
+        "eos_token_id": [2, 0],
+        "pad_token_id": 0,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.95,
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, folder / name)

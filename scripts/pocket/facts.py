@@ -1,4 +1,6 @@
-"""Facts: short lists of who has what, to be recalled among distractors, and the drills that teach recalling."""
+"""Facts: short lists of who has what, to be recalled among distractors, and the drills that teach
+recalling.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ OWNS = Relation(
     ("Who has the {v}?",), "It says the {v} is with {k}.",
 )  # fmt: skip
 LIKES = Relation(
-    NAMES, COLOURS, "{k} likes {v}.", ("What does {k} like?", "Which colour does {k} like?"), "It says {k} likes {v}."
+    NAMES,
+    COLOURS,
+    "{k} likes {v}.",
+    ("What does {k} like?", "Which colour does {k} like?"),
+    "It says {k} likes {v}.",
 )
 HOLDS = Relation(
     LETTERS, THINGS, "Box {k} holds the {v}.",
@@ -47,7 +53,11 @@ TINTED = Relation(
     "It says the {k} is {v}.",
 )
 BELONGS = Relation(
-    THINGS, NAMES, "The {k} is with {v}.", ("Who has the {k}?", "With whom is the {k}?"), "It says the {k} is with {v}."
+    THINGS,
+    NAMES,
+    "The {k} is with {v}.",
+    ("Who has the {k}?", "With whom is the {k}?"),
+    "It says the {k} is with {v}.",
 )
 LIES = Relation(
     THINGS, LETTERS, "The {k} is in box {v}.",
@@ -55,7 +65,13 @@ LIES = Relation(
 )  # fmt: skip
 RELATIONS = (OWNS, LIKES, HOLDS, LIVES, TINTED, BELONGS, LIES)
 
-LEADS = ("Here is a list.", "Read this list.", "Remember these facts.", "These things are true.", "Listen well.")
+LEADS = (
+    "Here is a list.",
+    "Read this list.",
+    "Remember these facts.",
+    "These things are true.",
+    "Listen well.",
+)
 
 
 def draw_pairs(rng: random.Random, relation: Relation, count: int) -> list[tuple[str, str]]:
@@ -63,7 +79,9 @@ def draw_pairs(rng: random.Random, relation: Relation, count: int) -> list[tuple
     count = min(count, len(relation.keys))
     keys = rng.sample(list(relation.keys), count)
     distinct = relation.backward or count <= len(relation.values) // 2
-    values = rng.sample(list(relation.values), count) if distinct else rng.choices(list(relation.values), k=count)
+    values = (
+        rng.sample(list(relation.values), count) if distinct else rng.choices(list(relation.values), k=count)
+    )
     return list(zip(keys, values, strict=True))
 
 
@@ -107,7 +125,9 @@ def mixed_facts(rng: random.Random, heldout: bool = False) -> Document:
     for relation in rng.sample(RELATIONS, rng.randint(2, 3)):
         facts += [(relation, key, value) for key, value in draw_pairs(rng, relation, rng.randint(1, 3))]
     rng.shuffle(facts)
-    told = " ".join([rng.choice(LEADS)] + [relation.fact.format(k=key, v=value) for relation, key, value in facts])
+    told = " ".join(
+        [rng.choice(LEADS)] + [relation.fact.format(k=key, v=value) for relation, key, value in facts]
+    )
     document = Document("facts")
     for index, (relation, key, value) in enumerate(rng.sample(facts, min(len(facts), rng.randint(2, 5)))):
         ask, reply = question(rng, relation, key, value)
@@ -144,8 +164,8 @@ def owned_facts(rng: random.Random, heldout: bool = False) -> Document:
 def drill(rng: random.Random, count: int, words: int) -> Document:
     """Facts told once, then again and again in other orders; only what can be recalled has weight.
 
-    Bare facts, a key and its value side by side, stand among the sentences: the step from bare to bare is learned
-    first, and from there it is one step to finding a value behind a sentence's words.
+    Bare facts, a key and its value side by side, stand among the sentences: the step from bare to bare is
+    learned first, and from there it is one step to finding a value behind a sentence's words.
     """
     document = Document(f"drill-{count}")
     form = rng.random()

@@ -1,9 +1,10 @@
-"""What somebody who tries the model meets first, in prompts kept out of training: names, small talk, subjects, variety.
+"""What somebody who tries the model meets first, in prompts kept out of training: names, small talk,
+subjects, variety.
 
-The prompts are fixed and written by hand. The names asked for are kept out of training by `given_names.is_kept`; the
-model card says which may have slipped in. No line of small talk is among 100,000 that training drew. Half of the
-subjects are words kept out of training, the others words of the pocket world. Requests for a second
-and a third story are plain, and some are worded as in training.
+The prompts are fixed and written by hand. The names asked for are kept out of training by
+`given_names.is_kept`; the model card says which may have slipped in. No line of small talk is among 100,000
+that training drew. Half of the subjects are words kept out of training, the others words of the pocket world.
+Requests for a second and a third story are plain, and some are worded as in training.
 """
 
 from __future__ import annotations
@@ -190,7 +191,10 @@ _PATTERNS = {
 def plot_of(story: str) -> str:
     """Name the plot most of whose sentences a story has; empty when it has fewer than three of any."""
     found = Counter(
-        {name: sum(pattern.search(story) is not None for pattern in patterns) for name, patterns in _PATTERNS.items()}
+        {
+            name: sum(pattern.search(story) is not None for pattern in patterns)
+            for name, patterns in _PATTERNS.items()
+        }
     )
     name, sentences = found.most_common(1)[0]
     return name if sentences >= 3 else ""
@@ -260,13 +264,20 @@ class Impressions:
         out["names kept"] = self.report("names", list(NAMED.values()), texts, good)
         for kind, asks in TALK.items():
             wanted, unwanted = FITTING[kind]
-            conversations = [[*AFTER, *_user(ask)] if index % 2 else _user(ask) for index, ask in enumerate(asks)]
+            conversations = [
+                [*AFTER, *_user(ask)] if index % 2 else _user(ask) for index, ask in enumerate(asks)
+            ]
             texts = self.write(conversations, 40)
-            good = [bool(re.search(wanted, text, re.I)) and not re.search(unwanted, text, re.I) for text in texts]
+            good = [
+                bool(re.search(wanted, text, re.I)) and not re.search(unwanted, text, re.I) for text in texts
+            ]
             out[kind] = self.report(kind, list(asks), texts, good)
         asks = [ask for ask, *_ in SUBJECTS]
         texts = self.write([_user(ask) for ask in asks], 320)
-        for kind, stories in (("subjects", texts), ("subjects, first line left out", [_told(text) for text in texts])):
+        for kind, stories in (
+            ("subjects", texts),
+            ("subjects, first line left out", [_told(text) for text in texts]),
+        ):
             good = [
                 bool(plot_of(story)) and all(re.search(rf"\b({word})", story) for word in words)
                 for story, (_, *words) in zip(stories, SUBJECTS, strict=True)
@@ -305,7 +316,9 @@ def main() -> None:
     for seed in (None, *args.seeds):
         torch.manual_seed(seed or 0)
         found = Impressions(judge, 0.0 if seed is None else 0.7, args.show).run()
-        print(json.dumps({"sampling": "greedy" if seed is None else f"0.7, seed {seed}", **found}), flush=True)
+        print(
+            json.dumps({"sampling": "greedy" if seed is None else f"0.7, seed {seed}", **found}), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Given names, nicknames and strings that only look like names; a share of each is kept for held-out documents."""
+"""Given names, nicknames and strings that only look like names; a share of each is kept for held-out
+documents.
+"""
 
 # ruff: noqa: SIM905
 from __future__ import annotations
@@ -10,9 +12,7 @@ import zlib
 from lexicon import NAMES
 
 #: The names of the lexicon by whom they are given to; the others are given to anybody.
-HER_NAMES = (
-    "Mina Lily Rosa Nora Ada Ivy Ruby Luna Maya Zoe Emma Nina Ella Anna Clara Lola Tara Daisy Poppy Wren".split()
-)
+HER_NAMES = "Mina Lily Rosa Nora Ada Ivy Ruby Luna Maya Zoe Emma Nina Ella Anna Clara Lola Tara Daisy Poppy Wren".split()
 HIS_NAMES = "Tom Ben Max Leo Finn Sam Otto Hugo Theo Jack Oscar Felix Milo Toby Gus Rex Bruno Ned".split()
 
 GIRLS = (
@@ -90,7 +90,9 @@ def _one(rng: random.Random, pool: list[str]) -> str:
 
 
 def requested_name(rng: random.Random, kind: str, pronoun: str, heldout: bool = False) -> str:
-    """Draw a name that somebody may ask for: common, rare, or just letters; now and then two words or a number."""
+    """Draw a name that somebody may ask for: common, rare, or just letters; now and then two words or a
+    number.
+    """
     people = GIRLS if pronoun == "she" else BOYS
     pool = people if kind in ("girl", "boy") or rng.random() < 0.5 else PETS
     while True:

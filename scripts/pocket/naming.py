@@ -9,7 +9,9 @@ import zlib
 from given_names import is_kept
 from lexicon import NAMES
 
-_ONSETS = "b br c ch cl d dr f fl g gl gr h j k kr l m n p pl pr qu r s sh sk sl sn st t th tr v w y z zw".split()
+_ONSETS = (
+    "b br c ch cl d dr f fl g gl gr h j k kr l m n p pl pr qu r s sh sk sl sn st t th tr v w y z zw".split()
+)
 _VOWELS = "a a e e i i o o u u ai ee ie oo ou ea y".split()
 _CODAS = "n r l m s t k x b d p g ck ll nd rt sk ft mp z v".split()
 _ENDINGS = "a o i y ie ette in en on us el ix ina ara bert bin dor win ley ton".split()

@@ -1,4 +1,6 @@
-"""The pocket model for training: Qwen2's mathematics in plain torch, with the parameter names of Hugging Face."""
+"""The pocket model for training: Qwen2's mathematics in plain torch, with the parameter names of Hugging
+Face.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +174,8 @@ class Network(nn.Module):
                 nn.init.normal_(parameter, std=0.04)
             elif parameter.ndim == 2:
                 nn.init.normal_(
-                    parameter, std=parameter.shape[1] ** -0.5 * (depth if "o_proj" in name or "down" in name else 0.7)
+                    parameter,
+                    std=parameter.shape[1] ** -0.5 * (depth if "o_proj" in name or "down" in name else 0.7),
                 )
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """What a plot is: a course of events as data, each part of it a list of wordings to choose from.
 
-Slots: N hero, H helper, kind and hkind what they are (a_kind, a_hkind with article), home and hhome where they live,
-thing (with colour: thing, a_thing; without: bare), spot where things are found, he him his He His for the hero,
-hhe for the helper, trait. A question is (wordings of the question, answer).
+Slots: N hero, H helper, kind and hkind what they are (a_kind, a_hkind with article), home and hhome where
+    they live,
+thing (with colour: thing, a_thing; without: bare), spot where things are found, he him his He His for the
+hero, hhe for the helper, trait. A question is (wordings of the question, answer).
 """
 
 from __future__ import annotations

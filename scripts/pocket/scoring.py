@@ -27,8 +27,8 @@ class Scorer:
     def scores(self, per_kind: int) -> dict[str, float]:
         """Return the share of exact answers by kind, and of names honoured.
 
-        An answer is exact when every one of its tokens is the likeliest given those before it, which is the same
-        as being written greedily.
+        An answer is exact when every one of its tokens is the likeliest given those before it, which is the
+        same as being written greedily.
         """
         by_kind: dict[str, list[Document]] = defaultdict(list)
         for document in heldout_documents(self.seed, per_kind):
@@ -66,7 +66,9 @@ class Scorer:
         prompts = []
         for document in documents:
             ask = next(turn.text for turn in document.turns if turn.role == "user")
-            prompts.append(self.tokenizer.encode(f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n").ids)
+            prompts.append(
+                self.tokenizer.encode(f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n").ids
+            )
         rows = [list(prompt) for prompt in prompts]
         for _ in range(length):
             width = max(len(row) for row in rows)

@@ -123,7 +123,11 @@ def _fits(wording: str, slots: dict[str, str]) -> bool:
 def draw_slots(rng: random.Random, plot: Plot, heldout: bool = False) -> dict[str, str]:
     """Draw a cast, a place and a thing: all the slots the plot may name."""
     hero = hero_name(rng, heldout)
-    kind, he = ("fox", rng.choice(("he", "she"))) if hero == "Pip" and rng.random() < 0.3 else _draw_kind(rng, heldout)
+    kind, he = (
+        ("fox", rng.choice(("he", "she")))
+        if hero == "Pip" and rng.random() < 0.3
+        else _draw_kind(rng, heldout)
+    )
     hkind, _ = _draw_kind(rng, heldout)
     while hkind == kind:
         hkind, _ = _draw_kind(rng, heldout)
@@ -157,7 +161,10 @@ def tell(rng: random.Random, plot: Plot, slots: dict[str, str]) -> Story:
     parts += [rng.choice(wordings) for wordings in (THANKS, RETURNS, ENDINGS)]
     sentences = [part.format_map(slots) for part in parts]
     questions = [
-        (tuple(wording.format_map(slots) for wording in wordings if _fits(wording, slots)), answer.format_map(slots))
+        (
+            tuple(wording.format_map(slots) for wording in wordings if _fits(wording, slots)),
+            answer.format_map(slots),
+        )
         for wordings, answer in COMMON_QUESTIONS + plot.questions
     ]
     return Story(plot, slots, sentences, questions)

@@ -1,4 +1,6 @@
-"""What a story may be asked to be about: who, which thing, where, what happens, and themes; some kept for held-out."""
+"""What a story may be asked to be about: who, which thing, where, what happens, and themes; some kept for
+held-out.
+"""
 
 # ruff: noqa: SIM905
 from __future__ import annotations

@@ -7,7 +7,10 @@ from plot import COLOUR, FOUND, Plot
 TREASURE = Plot(
     "treasure",
     (
-        ("One day {N} heard of {a_thing} deep in the ground.", "An old song told of {a_thing} in the ground."),
+        (
+            "One day {N} heard of {a_thing} deep in the ground.",
+            "An old song told of {a_thing} in the ground.",
+        ),
         ("{N} took a spoon and began to dig.", "{He} wanted to find it and went out to dig."),
     ),
     (
@@ -51,7 +54,10 @@ BIRTHDAY = Plot(
 NOISE = Plot(
     "noise",
     (
-        ("One night {N} heard a strange noise {spot}.", "In the middle of the night there was a noise {spot}."),
+        (
+            "One night {N} heard a strange noise {spot}.",
+            "In the middle of the night there was a noise {spot}.",
+        ),
         ("Tap, tap, tap, it went.", "It went on and on, and {N} could not sleep."),
     ),
     (
@@ -77,7 +83,10 @@ STAR = Plot(
         ("{N} found it {spot}, and it was crying.", "It lay {spot} and was cold."),
     ),
     (
-        ("{N} threw the star up high, but it came down again.", "{N} climbed a tree, but the sky was too far."),
+        (
+            "{N} threw the star up high, but it came down again.",
+            "{N} climbed a tree, but the sky was too far.",
+        ),
         ("The light of the star became small.", '"I want to go home," said the star.'),
     ),
     ("This star has fallen from the sky", "I can not bring the star home"),
@@ -145,7 +154,10 @@ FLY = Plot(
         ("But {he} had no wings.", "Everyone said that it could not be done."),
     ),
     (
-        ("{N} jumped from the roof and fell into the grass.", "{N} made wings out of leaves, but they broke."),
+        (
+            "{N} jumped from the roof and fell into the grass.",
+            "{N} made wings out of leaves, but they broke.",
+        ),
         ("It hurt, and the birds laughed.", "{He} looked up at the sky and sighed."),
     ),
     ("I want to fly, but I fall down", "I wish I had wings"),

@@ -1,4 +1,6 @@
-"""Small talk: what people say besides asking for stories, each with several fitting answers, in many wordings."""
+"""Small talk: what people say besides asking for stories, each with several fitting answers, in many
+wordings.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ FINE = (
     "pretty good",
 )  # fmt: skip
 VERY = ("", "", "", "so ", "very ", "really ", "just ", "a bit ", "pretty ", "quite ", "totally ")
-YOURS = ("that", "this", "it", "your story", "that story", "the story", "this story", "your answer", "that one")
+YOURS = (
+    "that",
+    "this",
+    "it",
+    "your story",
+    "that story",
+    "the story",
+    "this story",
+    "your answer",
+    "that one",
+)
 
 THANKS = (
     "Thank you!", "Thanks!", "Thank you very much.", "thanks", "thank you", "Thanks a lot!", "Many thanks!", "thx",
@@ -285,13 +297,20 @@ def vary(rng: random.Random, text: str) -> str:
         at = rng.randrange(1, len(text) - 1)
         text = text[:at] + text[at + 1 :]
     if rng.random() < 0.1:
-        text = text.replace("are", "r" if rng.random() < 0.2 else "are").replace("I am", "im").replace("'", "")
+        text = (
+            text.replace("are", "r" if rng.random() < 0.2 else "are").replace("I am", "im").replace("'", "")
+        )
     return text or "ok"
 
 
 def exchange(rng: random.Random, told: bool = False) -> tuple[str, str, str]:
-    """Draw what a person says and what is answered, and the kind of it; `told` when a story has just been told."""
-    shares = {**SHARES, **({"thanks": 34, "praise": 20, "insult": 20, "greeting": 3, "okay": 8} if told else {})}
+    """Draw what a person says and what is answered, and the kind of it; `told` when a story has just been
+    told.
+    """
+    shares = {
+        **SHARES,
+        **({"thanks": 34, "praise": 20, "insult": 20, "greeting": 3, "okay": 8} if told else {}),
+    }
     kind = rng.choices(list(shares), list(shares.values()))[0]
     slots = {
         "fine": rng.choice(FINE), "plain": rng.choice(("good", "nice", "lovely", "funny", "sweet", "great", "cute")),

@@ -1,4 +1,6 @@
-"""Train the pocket model: recall first, then stories and questions, then long contexts; resumable at any step."""
+"""Train the pocket model: recall first, then stories and questions, then long contexts; resumable at any
+step.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ class Trainer:
         rest = [p for n, p in matrices if "q_proj" not in n and "k_proj" not in n]
         others = [p for n, p in self.network.named_parameters() if p.ndim != 2 or "embed" in n]
         self.optimizers = [
-            # Muon's updates have full rank and unit size: without a firm decay keys and scores grow until their
-            # largest channels take the levels of a quantized cache (seen: 51 in a head with a mean square of 8^2).
+            # Muon's updates have full rank and unit size: without a firm decay keys and scores grow until
+            # their largest channels take the levels of a quantized cache (seen: 51 in a head with a mean
+            # square of 8^2).
             torch.optim.Muon(
                 [
                     {"params": scorers, "weight_decay": args.score_decay},
@@ -79,7 +82,9 @@ class Trainer:
         self.step, self.tokens, self.stage, self.stage_step, self.accuracy, self.seconds = state["counts"]
 
     def scale(self, start: int) -> float:
-        """Return the share of the peak learning rate: a short rise, a plateau, and a linear fall when asked for."""
+        """Return the share of the peak learning rate: a short rise, a plateau, and a linear fall when
+        asked for.
+        """
         rise = min(1.0, (self.step + 1) / 100)
         if self.args.minutes:
             left = self.args.minutes - (time.time() - self.began) / 60
@@ -182,7 +187,9 @@ class Trainer:
             if STAGES[self.stage].gate != "drill" and self.step % args.score == 0:
                 scores = self.agree(scorer.scores(args.per_kind) if leads else {})
                 if leads:
-                    print("  " + " ".join(f"{kind} {score:.2f}" for kind, score in scores.items()), flush=True)
+                    print(
+                        "  " + " ".join(f"{kind} {score:.2f}" for kind, score in scores.items()), flush=True
+                    )
             if not args.decay and self.advance(scores):
                 feeder.stage.value = self.stage
                 if leads:
@@ -196,7 +203,9 @@ def work(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     if args.workers > 1:
-        dist.init_process_group("gloo", init_method=f"file://{args.meeting}", rank=args.rank, world_size=args.workers)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{args.meeting}", rank=args.rank, world_size=args.workers
+        )
     trainer = Trainer(args)
     source = args.source or args.checkpoint
     if source.exists():
@@ -220,7 +229,9 @@ def main() -> None:
     parser.add_argument(
         "--decay", type=int, default=0, help="fall to a learning rate of 0 in this many steps, then stop"
     )
-    parser.add_argument("--weights", type=Path, help="exported folder to start from when there is no checkpoint")
+    parser.add_argument(
+        "--weights", type=Path, help="exported folder to start from when there is no checkpoint"
+    )
     parser.add_argument("--stage", default="asking", help="stage in which --weights begins")
     parser.add_argument("--minutes", type=float, default=0, help="stop after this time")
     parser.add_argument(
@@ -231,7 +242,9 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1280)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--muon-decay", type=float, default=0.1)
-    parser.add_argument("--score-decay", type=float, default=0.3, help="weight decay of the query and key projections")
+    parser.add_argument(
+        "--score-decay", type=float, default=0.3, help="weight decay of the query and key projections"
+    )
     parser.add_argument("--adam-lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--log", type=int, default=20)

@@ -15,9 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 #: Special tokens; their ids come first.
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 #: How text is cut into words before byte pairs are merged, as in Qwen2.
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 #: ChatML. Tools, calls and results are in the form of Qwen2.5's templates, Hermes'.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}"

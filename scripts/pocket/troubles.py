@@ -23,7 +23,11 @@ LOST = Plot(
             "{N} looked in the house and in the garden, but it was not there.",
             "{N} looked here and there, but could not find it.",
         ),
-        ("{He} sat down and began to cry.", "Soon {he} was tired and very sad.", "{He} did not know what to do."),
+        (
+            "{He} sat down and began to cry.",
+            "Soon {he} was tired and very sad.",
+            "{He} did not know what to do.",
+        ),
     ),
     ("I have lost my {thing}", "My {thing} is gone", "I can not find my {thing}"),
     (
@@ -32,7 +36,11 @@ LOST = Plot(
             "{H} walked in front and {N} came after.",
             "{H} and {N} looked all day long.",
         ),
-        ("Then {H} stopped and pointed.", "At last {H} called out with joy.", "Suddenly {H} saw something {colour}."),
+        (
+            "Then {H} stopped and pointed.",
+            "At last {H} called out with joy.",
+            "Suddenly {H} saw something {colour}.",
+        ),
     ),
     (
         ("There was the {bare}, {spot}!", "The {bare} was {spot} all the time!"),
@@ -49,7 +57,11 @@ WISH = Plot(
             "{N} had one wish, and it was {a_thing}.",
             "Every night {N} dreamed of {a_thing}.",
         ),
-        ("But {he} had no money at all.", "But there was no {bare} in the shop.", "But nobody had one to give away."),
+        (
+            "But {he} had no money at all.",
+            "But there was no {bare} in the shop.",
+            "But nobody had one to give away.",
+        ),
     ),
     (
         (
@@ -114,8 +126,15 @@ STUCK = Plot(
 STORM = Plot(
     "storm",
     (
-        ("One night a big storm came.", "One evening there was a great storm.", "Then the wind and the rain came."),
-        ("In the morning the roof of the house was broken.", "The wind broke the roof, and rain fell into the house."),
+        (
+            "One night a big storm came.",
+            "One evening there was a great storm.",
+            "Then the wind and the rain came.",
+        ),
+        (
+            "In the morning the roof of the house was broken.",
+            "The wind broke the roof, and rain fell into the house.",
+        ),
     ),
     (
         (
@@ -183,7 +202,10 @@ DARK = Plot(
     ),
     (
         ("{N} put the {thing} near the bed.", "That night {N} held the {thing}."),
-        ("Now the dark was soft and warm, and {he} was not afraid.", "{He} was not afraid any more and slept well."),
+        (
+            "Now the dark was soft and warm, and {he} was not afraid.",
+            "{He} was not afraid any more and slept well.",
+        ),
     ),
     (GIFT, COLOUR, (("What was {N} afraid of?", "Why could {N} not sleep?"), "The dark.")),
     "lamp candle lantern blanket pillow doll book bell mirror",

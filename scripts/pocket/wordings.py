@@ -51,7 +51,13 @@ OPEN = (
     "any story", "anything", "I do not care, just tell me a story", "tell me something nice", "Once upon a time",
     "yep", "okay, a story",
 )  # fmt: skip
-RETORTS = ("Here is a different one.", "All right, a new one.", "Here comes another.", "With joy!", "Then listen.")
+RETORTS = (
+    "Here is a different one.",
+    "All right, a new one.",
+    "Here comes another.",
+    "With joy!",
+    "Then listen.",
+)
 SEQUELS = (
     "The next day {N} and {H} met again {home}. They talked about the {thing} and laughed. "
     "In the evening {he} went home, and all was well.",

@@ -1,4 +1,5 @@
-"""kvant: Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX with a preallocated, quantized key/value cache.
+"""kvant: Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX with a preallocated, quantized
+key/value cache.
 
 >>> from kvant import load, generate
 >>> model, tokenizer = load("pocket")
@@ -52,5 +53,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "sample_utils":
         return import_module("kvant.sample_utils")
-    parts = (import_module(f"kvant.engine.{part}") for part in ("load", "generate", "prompt_cache", "batch_generate"))
+    parts = (
+        import_module(f"kvant.engine.{part}")
+        for part in ("load", "generate", "prompt_cache", "batch_generate")
+    )
     return next(getattr(part, name) for part in parts if hasattr(part, name))

@@ -15,10 +15,11 @@ SUFFIX = ".partial"
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file, for its owner only. It takes the name ``path`` when the block ends, in place of what is there.
+    """A new file, for its owner only. It takes the name ``path`` when the block ends, in place of what is
+    there.
 
-    After an error the new file is gone and what was there is untouched. A process that is killed leaves the new file,
-    ``.<name>.<digits>.partial``; the next one that writes the same name removes it.
+    After an error the new file is gone and what was there is untouched. A process that is killed leaves the
+    new file, ``.<name>.<digits>.partial``; the next one that writes the same name removes it.
     """
     if os.path.lexists(path) and not os.path.isfile(path):
         raise OSError("what is there is neither a regular file nor a link to one")
@@ -41,7 +42,8 @@ def _create(part: Path) -> int:
     """A new file, locked until it is closed: whoever looks for abandoned files leaves it alone."""
     while True:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nothing is taken for abandoned either
+        # a file system without locks: then nothing is taken for abandoned either
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return descriptor

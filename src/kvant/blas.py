@@ -1,17 +1,18 @@
 """A faster BLAS for MLX's CPU back end on Linux. MLX's own there is the unoptimized reference.
 
-MLX calls ``cblas_sgemm`` through the dynamic linker. That takes the first globally loaded library that has the name.
-So OpenBLAS (scipy-openblas32, a part of the extra ``cpu``) is loaded before MLX. The package prefixes its names; a copy
-with the names MLX looks for is made once, in the user's cache folder.
+MLX calls ``cblas_sgemm`` through the dynamic linker. That takes the first globally loaded library that has
+the name. So OpenBLAS (scipy-openblas32, a part of the extra ``cpu``) is loaded before MLX. The package
+prefixes its names; a copy with the names MLX looks for is made once, in the user's cache folder.
 
-Measured on 2 cores: matrices times one row 3 to 6 times as fast, times 512 rows 30 to 40 times (scripts/results).
+Measured on 2 cores: matrices times one row 3 to 6 times as fast, times 512 rows 30 to 40 times
+(scripts/results).
 
-Whoever can change the copy runs code in this process. So the folder and the file must belong to this user, and nobody
-else may write to them. Both are used through the descriptors that were checked. A file put under their names
-afterwards has no effect.
+Whoever can change the copy runs code in this process. So the folder and the file must belong to this user,
+and nobody else may write to them. Both are used through the descriptors that were checked. A file put under
+their names afterwards has no effect.
 
-A copy under its final name is whole. It is written under another name, synced to the disk and then renamed. Its name
-tells its size, and it has no holes. A block whose bytes the disk itself changed is not found.
+A copy under its final name is whole. It is written under another name, synced to the disk and then renamed.
+Its name tells its size, and it has no holes. A block whose bytes the disk itself changed is not found.
 """
 
 import ctypes
@@ -47,24 +48,32 @@ _library: ctypes.CDLL | None = None
 
 
 def sgemv() -> Callable[..., None] | None:
-    """``cblas_sgemv`` of the library that was loaded, taking addresses as integers; None: MLX has its own BLAS."""
+    """``cblas_sgemv`` of the library that was loaded, taking addresses as integers; None: MLX has its own
+    BLAS.
+    """
     return None if _library is None else _library.scipy_cblas_sgemv
 
 
 def sgemm() -> Callable[..., None] | None:
-    """``cblas_sgemm`` of the library that was loaded, taking addresses as integers; None: MLX has its own BLAS."""
+    """``cblas_sgemm`` of the library that was loaded, taking addresses as integers; None: MLX has its own
+    BLAS.
+    """
     return None if _library is None else _library.cblas_sgemm
 
 
 def loaded() -> str:
-    """The library that multiplies matrices on the CPU, for people: name and version, or why it is MLX's own."""
+    """The library that multiplies matrices on the CPU, for people: name and version, or why it is MLX's
+    own.
+    """
     from importlib.metadata import version
 
     return f"OpenBLAS, {PACKAGE} {version(PACKAGE)}" if _loaded == PACKAGE else _loaded
 
 
 def load_blas() -> None:
-    """Load a faster BLAS where there is one; afterwards :func:`loaded` says which. To be called before MLX's import."""
+    """Load a faster BLAS where there is one; afterwards :func:`loaded` says which. To be called before
+    MLX's import.
+    """
     global _library, _loaded
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", OWN):
@@ -78,7 +87,8 @@ def load_blas() -> None:
         _loaded = f"{OWN}: mlx was imported before kvant"
         if source is not None:
             warnings.warn(
-                "mlx was imported before kvant, so it multiplies with its own BLAS: a prefill 8 to 11 times slower was "
+                "mlx was imported before kvant, so it multiplies with its own BLAS: a prefill 8 to 11 times "
+                "slower was "
                 f"measured. Import kvant first; {VARIABLE}={OWN} accepts it without this warning",
                 stacklevel=3,
             )
@@ -116,8 +126,9 @@ def _source() -> Path | None:
 def _load(source: Path) -> ctypes.CDLL:
     descriptor = _open_copy(source, user_cache())  # stays open: the linker remembers the library by this name
     is_ours = THREADS not in os.environ
-    # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third busy thread
-    # a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams. It reads this as it loads.
+    # Its threads spin while they wait for each other, and for 0.1 s for more work. On 2 cores with a third
+    # busy thread a prefill took 10 to 30 times as long. Work for two threads gets two of MLX's streams. It
+    # reads this as it loads.
     os.environ.setdefault(THREADS, "1")
     try:
         library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
@@ -132,12 +143,28 @@ def _load(source: Path) -> ctypes.CDLL:
     gemv.argtypes = [size, size, size, size, number, address, size, address, size, number, address, size]
     gemm = library.cblas_sgemm
     gemm.restype = None
-    gemm.argtypes = [size, size, size, size, size, size, number, address, size, address, size, number, address, size]
+    gemm.argtypes = [
+        size,
+        size,
+        size,
+        size,
+        size,
+        size,
+        number,
+        address,
+        size,
+        address,
+        size,
+        number,
+        address,
+        size,
+    ]
     return library
 
 
 def _open_copy(source: Path, folder: Path) -> int:
-    """A descriptor of the copy of a library in a folder. It is made if it is missing, not whole, or not this user's.
+    """A descriptor of the copy of a library in a folder. It is made if it is missing, not whole, or not this
+    user's.
 
     An OSError says why there is none.
     """

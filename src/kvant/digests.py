@@ -50,7 +50,8 @@ def state_of(path: Path) -> FileState:
 
 
 def file_sha256(path: Path, expected: FileState | None = None) -> str:
-    """Return the digest of a file of a model folder, 64 hexadecimal digits; compute it unless it is remembered.
+    """Return the digest of a file of a model folder, 64 hexadecimal digits; compute it unless it is
+    remembered.
 
     Args:
         path: a file that :func:`kvant.files.open_file` opens.
@@ -93,7 +94,8 @@ def hash_file(path: Path, file: BufferedReader) -> str:
     if state.size > SMALL and age_ns >= (SETTLED_COARSE_NS if has_coarse_times else SETTLED_NS):
         known = _remembered()
         known[_key(path, state)] = digest
-        with contextlib.suppress(OSError):  # a full disk, a read-only folder: the file is hashed again next time
+        # a full disk, a read-only folder: the file is hashed again next time
+        with contextlib.suppress(OSError):
             _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_file(_path()) as record:
                 record.write(json.dumps(dict([*known.items()][-MOST_FILES:]), indent=0).encode())

@@ -7,7 +7,8 @@
      +-- KernelError                               also a RuntimeError
      +-- SnapshotError, LogitsError, BenchError, ConvertError, QueueFullError, EngineError, RanksError
 
-Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the argument.
+Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the
+argument.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -140,8 +141,8 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:
     """The text as it can be shown to a person, whoever wrote it: on one line, in at most so many columns.
 
-    Characters that ``str.isprintable`` refuses become Python escapes: control characters, marks of direction or of no
-    width. A text that is too wide loses the middle of its long words first, then its own middle.
+    Characters that ``str.isprintable`` refuses become Python escapes: control characters, marks of direction
+    or of no width. A text that is too wide loses the middle of its long words first, then its own middle.
     """
     text = _cut(text, MAX_CHARACTERS)
     if not text.isprintable():
@@ -171,7 +172,8 @@ def _width(text: str) -> int:
 
 @contextmanager
 def library_errors(kind: type[KvantError], failure: str) -> Iterator[None]:
-    """Raise another library's error as ``kind``, its text after ``failure``. kvant's own errors pass as they are.
+    """Raise another library's error as ``kind``, its text after ``failure``. kvant's own errors pass as they
+    are.
 
     Ctrl-C and the like pass too. A panic in Rust does not: it is no Exception, but it is an error.
     """

@@ -40,7 +40,9 @@ def size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit:
 def number(
     raw: Mapping[str, Any], key: str, *, default: float | None = None, least: float = 0.0, where: str = ""
 ) -> float:
-    """A number above 0, at least ``least`` and below 1e30; None as the default: required; ``where`` the object is."""
+    """A number above 0, at least ``least`` and below 1e30; None as the default: required; ``where`` the
+    object is.
+    """
     value = raw.get(key)
     if value is None:
         if default is None:

@@ -24,7 +24,9 @@ def check_file(path: Path, folder: Path | None = None) -> Path:
 
 
 @contextmanager
-def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = ModelError) -> Iterator[BufferedReader]:
+def open_file(
+    path: Path, folder: Path | None = None, error: type[ModelError] = ModelError
+) -> Iterator[BufferedReader]:
     """A regular file of the model folder, open; every file of a folder is checked here first.
 
     The open file is checked and read, whatever is put under its name afterwards. A link that is put there
@@ -44,7 +46,9 @@ def open_file(path: Path, folder: Path | None = None, error: type[ModelError] = 
 
 @contextmanager
 def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[BufferedReader]:
-    """A regular file, open. A link is not followed, and a pipe does not block. ``shown`` is its name in messages."""
+    """A regular file, open. A link is not followed, and a pipe does not block. ``shown`` is its name in
+    messages.
+    """
     try:
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as failed:  # a NUL
@@ -79,8 +83,12 @@ def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) ->
     return real
 
 
-def read_bytes(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> bytes:
-    """The content of a file of the folder, at most ``limit`` bytes; other arguments as in :func:`open_file`."""
+def read_bytes(
+    path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError
+) -> bytes:
+    """The content of a file of the folder, at most ``limit`` bytes; other arguments as in
+    :func:`open_file`.
+    """
     with open_file(path, folder, error) as file:
         return _content(file, path, limit, error)
 
@@ -95,7 +103,9 @@ def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterat
     try:
         real = shown.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as failed:  # nothing there, a loop of links, a NUL
-        raise error(f"{shown}: cannot be read: {getattr(failed, 'strerror', None) or one_line(failed)}") from failed
+        raise error(
+            f"{shown}: cannot be read: {getattr(failed, 'strerror', None) or one_line(failed)}"
+        ) from failed
     if not os.path.isfile(real):  # a device is not even opened
         raise error(f"{shown}: not a regular file")
     with open_regular(real, shown, error) as file:
@@ -121,8 +131,11 @@ def _content(file: BufferedReader, shown: Path, limit: int, error: type[KvantErr
     raise error(f"{shown}: {size} bytes; expected at most {limit}")
 
 
-def read_text(path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError) -> str:
-    """The text of a file of the folder, at most ``limit`` bytes of UTF-8; other arguments as in :func:`open_file`.
+def read_text(
+    path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError
+) -> str:
+    """The text of a file of the folder, at most ``limit`` bytes of UTF-8; other arguments as in
+    :func:`open_file`.
 
     Lines end in a newline, as in Python's text files.
     """
@@ -133,7 +146,9 @@ def read_text(path: Path, limit: int, folder: Path | None = None, error: type[Mo
         raise error(f"{path}: not text: {one_line(failed)}") from failed
 
 
-def read_json(path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError] = ModelError) -> Mapping[str, Any]:
+def read_json(
+    path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError] = ModelError
+) -> Mapping[str, Any]:
     """The JSON object of a file of the folder."""
     return parse_json(read_bytes(path, limit, error=error), path, error)
 
@@ -157,13 +172,17 @@ def read_optional(path: Path) -> Mapping[str, Any]:
 
 
 def user_cache() -> Path:
-    """kvant's folder in the user's cache. A relative XDG_CACHE_HOME counts for nothing, by its specification."""
+    """kvant's folder in the user's cache. A relative XDG_CACHE_HOME counts for nothing, by its
+    specification.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "kvant"
 
 
 def read_own(path: Path, limit: int) -> Any:
-    """Return the JSON of a record in the user's cache, or None if it is missing, cut or writable by others."""
+    """Return the JSON of a record in the user's cache, or None if it is missing, cut or writable by
+    others.
+    """
     try:
         with open_regular(path, path, KvantError) as file:
             state = os.fstat(file.fileno())
@@ -186,7 +205,11 @@ def unique_keys(
 
 
 def refuse_code(raw: Mapping[str, Any], file: str) -> None:
-    """Refuse a model that says it needs code of its own. It is never executed, and without it the model is another."""
+    """Refuse a model that says it needs code of its own. It is never executed, and without it the model is
+    another.
+    """
     for key in CODE_KEYS:
         if raw.get(key):
-            raise ModelError(f"{file}: {key} names code in the model folder, {raw[key]!r}; kvant executes none")
+            raise ModelError(
+                f"{file}: {key} names code in the model folder, {raw[key]!r}; kvant executes none"
+            )

@@ -63,7 +63,8 @@ def default_device() -> Device:
 
 
 def this_machine(device: Device | None = None) -> Machine:
-    """This machine: on Metal what the system recommends for the GPU, with CUDA what is free on it, on a CPU its memory.
+    """This machine: on Metal what the system recommends for the GPU, with CUDA what is free on it, on a CPU
+    its memory.
 
     Args:
         device: default: what MLX computes on.
@@ -87,11 +88,12 @@ def this_machine(device: Device | None = None) -> Machine:
 def machine_with(memory_bytes: int, device: Device) -> Machine:
     """A machine that is not here, known by its memory; a GPU is taken for that of a Mac.
 
-    Metal recommends less than a Mac's memory for its GPU. llama.cpp prints it as recommendedMaxWorkingSetSize. Its logs
-    show two thirds of a small memory (5,726.63 MB of 8 GB: llama.cpp's own CI on an M1; 11,453.25 MB of 16 GB:
-    ggml-org/llama.cpp#4495 and, in MiB, ise-uiuc/magicoder#19; 21,845.34 MiB of 32 GB: ggml-org/llama.cpp#2011) and
-    three quarters of a larger one (49,152 MiB of 64 GB: ggml-org/llama.cpp#1870; 73,728 MiB of 96 GB:
-    ggml-org/llama.cpp#3213). Newer systems may grant more; a Mac says its own figure when it plans for itself.
+    Metal recommends less than a Mac's memory for its GPU. llama.cpp prints it as
+    recommendedMaxWorkingSetSize. Its logs show two thirds of a small memory (5,726.63 MB of 8 GB: llama.cpp's
+    own CI on an M1; 11,453.25 MB of 16 GB: ggml-org/llama.cpp#4495 and, in MiB, ise-uiuc/magicoder#19;
+    21,845.34 MiB of 32 GB: ggml-org/llama.cpp#2011) and three quarters of a larger one (49,152 MiB of 64 GB:
+    ggml-org/llama.cpp#1870; 73,728 MiB of 96 GB: ggml-org/llama.cpp#3213). Newer systems may grant more; a
+    Mac says its own figure when it plans for itself.
     """
     if device == "cpu":
         return Machine(device, memory_bytes, memory_bytes, "the stated memory")
@@ -101,9 +103,11 @@ def machine_with(memory_bytes: int, device: Device) -> Machine:
 
 
 def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
-    """The smallest memory limit of the control groups this process is in, version 1 or 2; None: there is none.
+    """The smallest memory limit of the control groups this process is in, version 1 or 2; None: there is
+    none.
 
-    Every group on the path limits what is under it. Where a container sees only a part of the tree, that is looked at.
+    Every group on the path limits what is under it. Where a container sees only a part of the tree, that is
+    looked at.
 
     Args:
         proc: where the kernel describes the process.
@@ -134,7 +138,9 @@ def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int
 
 
 def _limits(mount: Path, top: str, path: str, name: str) -> list[int]:
-    """The limits of a group and all above it, down to ``mount``, where the tree is mounted from ``top`` on."""
+    """The limits of a group and all above it, down to ``mount``, where the tree is mounted from ``top``
+    on.
+    """
     inside = path.removeprefix(top.rstrip("/")).lstrip("/") if path.startswith(top) else ""
     parts = Path(inside).parts
     if ".." in parts:  # outside of what is mounted here

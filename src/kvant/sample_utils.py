@@ -1,4 +1,5 @@
-"""mlx-lm's ``sample_utils``: its names, arguments and distributions. Nothing is compiled: no C++ compiler is started.
+"""mlx-lm's ``sample_utils``: its names, arguments and distributions. Nothing is compiled: no C++ compiler is
+started.
 
 A sampler of :func:`make_sampler` works in kvant's loops and in mlx-lm's.
 """
@@ -43,7 +44,8 @@ def make_sampler(
     *,
     seed: int | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order; and a seed.
+    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order; and a
+    seed.
 
     With temp 0 the others count for nothing, as in mlx-lm.
 
@@ -51,9 +53,11 @@ def make_sampler(
         top_p: 0 switches it off too.
         top_k: 0 and -1 switch it off.
         xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
-        seed: of random numbers that are this sampler's own. In kvant's loops the draw at a position depends on seed and
-            position alone. In mlx-lm's, which tell no position, it depends on the seed and on how often the sampler was
-            called: one sampler a run. None: each run goes by MLX's random state, so that ``mx.random.seed`` makes it
+        seed: of random numbers that are this sampler's own. In kvant's loops the draw at a position depends
+            on seed and position alone. In mlx-lm's, which tell no position, it depends on the seed and on how
+            often the sampler was
+            called: one sampler a run. None: each run goes by MLX's random state, so that ``mx.random.seed``
+                makes it
             repeatable, as in mlx-lm. That state is a thread's own and begins alike in all of them.
 
     Raises:
@@ -74,7 +78,16 @@ def make_sampler(
     special = tuple(xtc_special_tokens or ())
     top_k = without_off("top_k", top_k)
     return SeededSampler(
-        temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special, seed, follows_mlx=True
+        temp,
+        top_p,
+        min_p,
+        min_tokens_to_keep,
+        top_k,
+        xtc_probability,
+        xtc_threshold,
+        special,
+        seed,
+        follows_mlx=True,
     )
 
 
@@ -85,7 +98,9 @@ def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 
 def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
-    """Log-probabilities (..., vocab) with -inf for tokens less likely than ``min_p`` times the likeliest one."""
+    """Log-probabilities (..., vocab) with -inf for tokens less likely than ``min_p`` times the likeliest
+    one.
+    """
     _check("min_p", min_p, 0 < min_p <= 1, "above 0, at most 1")
     check_ranges(min_tokens_to_keep=min_tokens_to_keep)
     sampler.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
@@ -102,7 +117,8 @@ def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 def apply_xtc(
     logits: mx.array, xtc_probability: float, xtc_threshold: float, xtc_special_tokens: Sequence[int]
 ) -> mx.array:
-    """Logits (..., vocab), with ``xtc_probability`` without the tokens above the threshold but the least likely one.
+    """Logits (..., vocab), with ``xtc_probability`` without the tokens above the threshold but the least
+    likely one.
 
     The coin is of MLX's random state.
     """

@@ -1,7 +1,7 @@
 """The header of a safetensors file, read with care: a stranger may have made it.
 
-The safetensors library is not used. It imports NumPy, and that takes longer than reading a small model's weights. It
-does not notice a name that is there twice.
+The safetensors library is not used. It imports NumPy, and that takes longer than reading a small model's
+weights. It does not notice a name that is there twice.
 """
 
 import json
@@ -84,7 +84,9 @@ def _tensor(name: str, entry: object) -> Tensor:
         raise ValueError(f"tensor {name[:200]} has not just dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"tensor {name[:200]} has dtype {str(dtype)[:40]!r}; expected one of {', '.join(BITS)}")
+        raise ValueError(
+            f"tensor {name[:200]} has dtype {str(dtype)[:40]!r}; expected one of {', '.join(BITS)}"
+        )
     for numbers in (shape, offsets):
         counts = isinstance(numbers, list) and len(numbers) <= 16  # a longer product would take hours
         if not counts or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):

@@ -10,7 +10,8 @@ _forked = False
 
 
 class Turn:
-    """A cache's lock, held by the thread that computes through it. Another thread is refused and does not wait.
+    """A cache's lock, held by the thread that computes through it. Another thread is refused and does not
+    wait.
 
     MLX's arrays are not made for two threads: it ends the process. One thread after the other is fine.
     """
@@ -22,7 +23,9 @@ class Turn:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("the cache is in use by another thread; expected one thread at a time, or a cache each")
+            raise RuntimeError(
+                "the cache is in use by another thread; expected one thread at a time, or a cache each"
+            )
         clear_at_end()
 
     def __exit__(self, *raised: object) -> None:
@@ -47,13 +50,15 @@ _of_thread = threading.local()
 
 
 def clear_at_end() -> None:
-    """Have this thread clear what MLX keeps for it (streams, compiled functions, random state) before it ends.
+    """Have this thread clear what MLX keeps for it (streams, compiled functions, random state) before it
+    ends.
 
     Called by a thread that computes. The main thread, and one that threading did not start, keep theirs.
     """
-    # MLX's random state of a thread is a Python list, which C++ frees behind the thread's last Python code, so behind
-    # a join too (Python 3.11, 3.12). It waits for the interpreter's lock there, and where the interpreter is ending
-    # by then, Python ends the thread inside the destructor: std::terminate. Here the lock is held.
+    # MLX's random state of a thread is a Python list, which C++ frees behind the thread's last Python code,
+    # so behind a join too (Python 3.11, 3.12). It waits for the interpreter's lock there, and where the
+    # interpreter is ending by then, Python ends the thread inside the destructor: std::terminate. Here the
+    # lock is held.
     if hasattr(_of_thread, "cleared"):
         return
     thread = threading.current_thread()

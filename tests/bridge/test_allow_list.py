@@ -1,4 +1,6 @@
-"""The architectures of mlx-lm that kvant loads: every module of the installed version is allowed or refused."""
+"""The architectures of mlx-lm that kvant loads: every module of the installed version is allowed or
+refused.
+"""
 
 import ast
 from importlib import import_module
@@ -17,7 +19,9 @@ MODELS = Path(next(iter(find_spec("mlx_lm.models").submodule_search_locations)))
 
 
 def defines_a_model(path: Path) -> bool:
-    """Whether a module of mlx-lm has a class Model of its own or another module's. It is read, not imported."""
+    """Whether a module of mlx-lm has a class Model of its own or another module's. It is read, not
+    imported.
+    """
     body = ast.parse(path.read_text(encoding="utf-8")).body
     names = {node.name for node in body if isinstance(node, ast.ClassDef)}
     imports = [alias for node in body if isinstance(node, ast.ImportFrom) for alias in node.names]
@@ -42,7 +46,10 @@ HYBRID: dict[str, Any] = {"model_type": "bailing_hybrid"}
 TAKEN = [
     *({"model_type": kind} for kind in ("gemma4", "mistral")),
     {"model_type": "falcon_mamba", "architectures": ["FalconMambaForCausalLM"]},
-    *(HYBRID | {"architectures": a} for a in ([], ["Another", "BailingMoeV3ForCausalLM"], "BailingMoeV3ForCausalLM")),
+    *(
+        HYBRID | {"architectures": a}
+        for a in ([], ["Another", "BailingMoeV3ForCausalLM"], "BailingMoeV3ForCausalLM")
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""The cache of a bridged model in kvant's loop: steps that count when they are committed, exact bytes, trims."""
+"""The cache of a bridged model in kvant's loop: steps that count when they are committed, exact bytes,
+trims.
+"""
 
 import gc
 from typing import Any
@@ -22,8 +24,12 @@ from kvant.errors import ContextError
 
 
 @pytest.mark.parametrize(("name", "bits"), at_widths(KINDS))
-def test_a_step_that_is_not_committed_leaves_no_trace(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where tokens of a window wait, in a prefill, in a decode step, or where it failed; else it is mlx-lm's."""
+def test_a_step_that_is_not_committed_leaves_no_trace(
+    name: str, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where tokens of a window wait, in a prefill, in a decode step, or where it failed; else it is
+    mlx-lm's.
+    """
     model, _ = build(name)
     disturbed, quiet = (make_model_cache(model, 700, CacheOptions(kv_bits=bits)) for _ in range(2))
     theirs = mlx_lm_cache.make_prompt_cache(model)
@@ -54,7 +60,9 @@ WINDOWS = ["gemma3_text", "gpt_oss", "llama4", "mimo_v2_flash", "plamo3", "recur
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_pages_of_windows_move(name: str) -> None:
-    """Against the model without a cache, on all tokens. mlx-lm's own cache of PLaMo 3 forgets a token too early."""
+    """Against the model without a cache, on all tokens. mlx-lm's own cache of PLaMo 3 forgets a token too
+    early.
+    """
     model, _ = build(name)
     cache = make_model_cache(model, 600, CacheOptions(kv_bits=0))
     expected, given, fed = model(mx.array([LONG])), [], 0
@@ -117,7 +125,9 @@ def test_bytes_are_known_before_and_the_same_after(name: str) -> None:
 
 
 def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:
-    """DeepSeek V3.2 makes one array depend on others and puts it back: MLX copied all of it at the next append."""
+    """DeepSeek V3.2 makes one array depend on others and puts it back: MLX copied all of it at the next
+    append.
+    """
     model = bridged("deepseek_v32")
     peaks = []
     for max_seq_len in (512, 16384):
@@ -174,7 +184,9 @@ def test_released_memory_is_given_back() -> None:
 
 @pytest.mark.parametrize("name", ["gemma3n", "deepseek_v32", "falcon_h1"])
 @pytest.mark.parametrize("make", [make_model_cache, make_prompt_cache])
-def test_a_cache_with_an_abandoned_step_is_freed_at_once(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_with_an_abandoned_step_is_freed_at_once(
+    make: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The garbage collector does not know how much memory waits for it."""
     model, _ = build(name)
     mx.eval(model.parameters())

@@ -1,4 +1,6 @@
-"""Turns of models with states and windows read only what is new, and the tokens are those of a fresh server."""
+"""Turns of models with states and windows read only what is new, and the tokens are those of a fresh
+server.
+"""
 
 import random
 from dataclasses import replace
@@ -25,7 +27,8 @@ from kvant.errors import ArgumentError
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "gpt_oss", "recurrent_gemma", "llama4"])
 def test_a_conversation_goes_back(name: str) -> None:
-    """Another question in place of the last reads the last turn, another talk what is behind the system prompt.
+    """Another question in place of the last reads the last turn, another talk what is behind the system
+    prompt.
 
     The answers are those of a cache that was fed from the beginning.
     """
@@ -104,7 +107,9 @@ def test_bytes_are_planned_and_counted(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss", "llama4"])
 def test_going_back_is_interrupted(name: str) -> None:
-    """Anywhere: the cache holds what it held, the place that was kept, or nothing; and what is fed then is right."""
+    """Anywhere: the cache holds what it held, the place that was kept, or nothing; and what is fed then is
+    right.
+    """
     model, rng = bridged(name, **TWO.get(name, {})), random.Random(2)
     text, behind = turn(rng, 400), turn(rng, 40)
 
@@ -132,7 +137,9 @@ def test_going_back_is_interrupted(name: str) -> None:
 
 
 def test_states_that_went_while_a_sequence_was_opened() -> None:
-    """Its last pages are those of the checkpoint: nothing is shared then, and it is still its client's own."""
+    """Its last pages are those of the checkpoint: nothing is shared then, and it is still its client's
+    own.
+    """
     model, rng = bridged("qwen3_next"), random.Random(3)
     pool = model.make_pool(256, sequences=2, max_seq_len=384, prefill_step_size=256, checkpoints=1)
     text = turn(rng, 150)
@@ -145,18 +152,21 @@ def test_states_that_went_while_a_sequence_was_opened() -> None:
     first.share_prefix(last_page=True)
     first.release()
     other = pool.sequence(128)
-    again = pool.sequence(256, [*text, 1], salt=b"a", whole_pages=False)  # the page with the states becomes its own
+    # the page with the states becomes its own
+    again = pool.sequence(256, [*text, 1], salt=b"a", whole_pages=False)
     assert (again.length, again.salt) == (0, b"a")
     check_pages(pool, [other, again])
 
 
-DEFAULT = {"sequences": 4, "tokens": 8192, "max_seq_len": 2048, "checkpoints": 8}  # of the server, for four at once
+# of the server, for four at once
+DEFAULT = {"sequences": 4, "tokens": 8192, "max_seq_len": 2048, "checkpoints": 8}
 MANY = ["qwen3_next", "lfm2", "gpt_oss", "gemma3_text"]
 
 
 @pytest.mark.parametrize(("name", "bits"), count(at_widths(MANY[:3]), [*product(MANY, [0, 8, 4])]))
 def test_many_conversations_share_a_system_prompt(name: str, bits: int) -> None:
-    """More than there are checkpoints for: the end of what all of them share goes last, found by its turn's end.
+    """More than there are checkpoints for: the end of what all of them share goes last, found by its turn's
+    end.
 
     Without such an end it is found where the second conversation diverges from the first.
     """
@@ -196,7 +206,8 @@ def test_a_disk_has_the_system_prompt_too(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", count(["qwen3_next", "gpt_oss"], MANY))
 def test_replays(name: str) -> None:
-    """Ends of long answers are places to go on from, wherever they lie; behind a change of the head all is read.
+    """Ends of long answers are places to go on from, wherever they lie; behind a change of the head all is
+    read.
 
     States are kept where a head changed once it did.
     """

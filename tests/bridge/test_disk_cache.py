@@ -56,17 +56,22 @@ def _run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tupl
 @pytest.mark.parametrize(
     ("name", "bits"),
     count(
-        [*at_widths(NAMES), *((f"{name} of pages", bits) for name in ("gpt_oss", "gemma3_text") for bits in (0, 8))],
+        [
+            *at_widths(NAMES),
+            *((f"{name} of pages", bits) for name in ("gpt_oss", "gemma3_text") for bits in (0, 8)),
+        ],
         [*product(sorted(set(table.measured()) - REFUSED.keys() - {"gpt2"}), [0, 8]), *product(NAMES, [4])]
         + [(f"{name} of pages", bits) for name in WINDOWS for bits in (0, 8, 4)],
     ),
 )
 def test_a_turn_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) -> None:
-    """Two conversations with the same system prompt, at once: of a server that goes on, and of restarted ones.
+    """Two conversations with the same system prompt, at once: of a server that goes on, and of restarted
+    ones.
 
-    Where there is no state, whole pages are read from the disk, and fewer than 16 tokens of a page are fed and not
-    copied. Tokens are a fresh server's. Quantized, a restarted one's can be those of the one that goes on: a chunk that
-    begins elsewhere can round a value that lies on an edge to another number, as without a disk.
+    Where there is no state, whole pages are read from the disk, and fewer than 16 tokens of a page are fed
+    and not copied. Tokens are a fresh server's. Quantized, a restarted one's can be those of the one that
+    goes on: a chunk that begins elsewhere can round a value that lies on an edge to another number, as
+    without a disk.
     """
     name, _, of_pages = name.partition(" ")
     model, rng = _model(name, **(WINDOWS[name] if of_pages else {})), random.Random(0)
@@ -88,7 +93,8 @@ def test_a_turn_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) ->
             assert [cached for _, cached in again][: len(read)] == read
         assert [answer for answer, _ in again] in (fresh, [answer for answer, _ in answers])
         check_pages(own, [])
-        stored = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, again, strict=True)]  # but the last
+        # but the last
+        stored = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, again, strict=True)]
         known = [len(text) + len(answer) - 1 for text, (answer, _) in zip(texts, answers, strict=True)]
         for text, (answer, _) in zip(texts, answers, strict=True):
             text += [*answer, *turn(rng, 40)]
@@ -154,11 +160,24 @@ def test_a_deterministic_server_reads_its_own(disk: DiskCache) -> None:
         disk.flush(30)
 
 
-def _any_turns(model: BridgedModel, data: st.DataObject, disk: DiskCache | None = None, kv_bits: int = 8) -> None:
+def _any_turns(
+    model: BridgedModel, data: st.DataObject, disk: DiskCache | None = None, kv_bits: int = 8
+) -> None:
     """Whatever was given up meanwhile, tokens are a fresh server's, and nothing is lost or held twice."""
-    rng, deterministic = random.Random(data.draw(st.integers(0, 9))), disk is None and data.draw(st.booleans())
-    drawn = {"tokens": data.draw(st.sampled_from([768, 1152])), "checkpoints": data.draw(st.sampled_from([1, 2, 4]))}
-    drawn |= {"prefill_step_size": 128, "max_seq_len": 512, "kv_bits": kv_bits, "deterministic": deterministic}
+    rng, deterministic = (
+        random.Random(data.draw(st.integers(0, 9))),
+        disk is None and data.draw(st.booleans()),
+    )
+    drawn = {
+        "tokens": data.draw(st.sampled_from([768, 1152])),
+        "checkpoints": data.draw(st.sampled_from([1, 2, 4])),
+    }
+    drawn |= {
+        "prefill_step_size": 128,
+        "max_seq_len": 512,
+        "kv_bits": kv_bits,
+        "deterministic": deterministic,
+    }
     scheduler, pool = server(model, disk, **drawn)
     systems = [turn(rng, length) for length in (20, 128, 150)]
     texts = [[*system, *turn(rng, 30)] for system in systems] + [[*systems[2], *turn(rng, 50)]]

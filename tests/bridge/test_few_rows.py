@@ -27,7 +27,10 @@ def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def logits_of(model: Module) -> list[mx.array]:
     cache = make_prompt_cache(model)
-    return [model(mx.array([ids]), cache=cache)[0].astype(mx.float32) for ids in ([5, 9, 2, 6, 5, 3], [7], [11], [4])]
+    return [
+        model(mx.array([ids]), cache=cache)[0].astype(mx.float32)
+        for ids in ([5, 9, 2, 6, 5, 3], [7], [11], [4])
+    ]
 
 
 @pytest.mark.parametrize("name", table.measured())

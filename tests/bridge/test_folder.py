@@ -81,8 +81,15 @@ def test_generate(folder: Path, model: LanguageModel, turn: int) -> None:
 
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_the_plan_is_what_is_held(folder: Path, bits: int) -> None:
-    """Keys and values before the first token and after the last, the state, the weights; the rest is enough."""
-    made = plan(read_folder(folder), max_kv_size=100, settings=Settings(cache=CacheOptions(kv_bits=bits)), device="cpu")
+    """Keys and values before the first token and after the last, the state, the weights; the rest is
+    enough.
+    """
+    made = plan(
+        read_folder(folder),
+        max_kv_size=100,
+        settings=Settings(cache=CacheOptions(kv_bits=bits)),
+        device="cpu",
+    )
     mx.clear_cache()
     before = mx.get_active_memory()
     model = load_model(folder)
@@ -111,7 +118,11 @@ def test_what_differs_from_a_decoder(gpt_oss: LanguageModel) -> None:
     refused: list[tuple[Any, tuple[Any, ...], str]] = [
         (model, (mx.array([[0, 64]]),), "token ids 0 to 64; the model knows 0 to 63"),
         (model, (mx.array([[1]]), 3, model.make_cache(8)), "offset is 3; the cache holds 0 tokens"),
-        (model, (mx.array([1]), None, model.make_cache(8)), r"inputs has shape \(1,\); expected \(B, S\) token ids"),
+        (
+            model,
+            (mx.array([1]), None, model.make_cache(8)),
+            r"inputs has shape \(1,\); expected \(B, S\) token ids",
+        ),
         (model.check_cache, ([],), r"expected what model\.make_cache returns"),
     ]
     for function, arguments, message in refused:
@@ -166,7 +177,9 @@ def test_facts_without_tensors(tmp_path: Path) -> None:
         folder = write_mlx_lm(tmp_path / name, name, bits)
         known = read_facts(json.loads((folder / "config.json").read_text()))
         assert isinstance(known, BridgedCheckpoint)
-        plans: list[MemoryPlan] = [plan(facts, max_kv_size=300, device="cpu") for facts in (known, read_folder(folder))]
+        plans: list[MemoryPlan] = [
+            plan(facts, max_kv_size=300, device="cpu") for facts in (known, read_folder(folder))
+        ]
         assert (plans[0].cache, plans[0].state) == (plans[1].cache, plans[1].state)
         # The converter leaves routers in other formats, which config.json says.
         assert plans[0].weights == pytest.approx(plans[1].weights, rel=0.02)
@@ -185,7 +198,10 @@ def test_the_commands(tmp_path: Path) -> None:
         done = call(*arguments, stdin="w5 w6\nw7\n/stats\n/quit\n")
         assert done.returncode == 0, done.stderr
         assert all(words in done.stdout + done.stderr for words in said)
-    ways = {row["model_type"]: row["way"] for row in json.loads(call("models", "--architectures", "--json").stdout)}
+    ways = {
+        row["model_type"]: row["way"]
+        for row in json.loads(call("models", "--architectures", "--json").stdout)
+    }
     assert (ways["llama"], ways["gpt_oss"], ways["olmo"]) == ("native", "bridged", "refused")
 
 
@@ -216,7 +232,10 @@ def _say_tied(folder: Path, said: bool | None) -> None:
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        *((name, 0) for name in ("granite", "qwen3_next", "mixtral", "bailing_moe", "gemma3_text", "qwen3_5", "jamba")),
+        *(
+            (name, 0)
+            for name in ("granite", "qwen3_next", "mixtral", "bailing_moe", "gemma3_text", "qwen3_5", "jamba")
+        ),
         *((name, 4) for name in ("qwen3_next", "qwen3_5", "gemma3_text")),
     ],
 )

@@ -1,4 +1,6 @@
-"""The hook on mlx-lm's attention: what it takes, what it leaves, and the fused kernel under mlx-lm's models."""
+"""The hook on mlx-lm's attention: what it takes, what it leaves, and the fused kernel under mlx-lm's
+models.
+"""
 
 from typing import Any
 
@@ -41,7 +43,10 @@ def test_nothing_is_held() -> None:
 def _check(layer: BridgedLayer, query: mx.array, fetched: tuple[mx.array, mx.array], **options: Any) -> None:
     """The hook's attention is mlx-lm's to the same dequantized tokens."""
     given = hook.attention(query, *fetched, cache=layer, **options)
-    assert relative_error(given, mx.fast.scaled_dot_product_attention(query, *map(mx.array, fetched), **options)) < 1e-5
+    assert (
+        relative_error(given, mx.fast.scaled_dot_product_attention(query, *map(mx.array, fetched), **options))
+        < 1e-5
+    )
 
 
 # bits, widths of keys and values, group: also those of Phi-2, MiMo and Gemma 4
@@ -80,10 +85,16 @@ def test_attention_is_mlx_lms(
 
 
 def test_another_layer_s_mask_is_an_array(launches: list[Any]) -> None:
-    """It may have columns for other tokens: those of a window at another position, or all 9 of a layer without one."""
+    """It may have columns for other tokens: those of a window at another position, or all 9 of a layer
+    without one.
+    """
     other = alone(64, window=9)
     _fetched(other, 40)
-    for layer, held, columns in ((alone(64, window=9), 42, 43), (alone(64), 8, 9), (alone(300, window=9), 170, 43)):
+    for layer, held, columns in (
+        (alone(64, window=9), 42, 43),
+        (alone(64), 8, 9),
+        (alone(300, window=9), 170, 43),
+    ):
         _fetched(layer, held)
         mask = other.make_mask(1, window_size=5)
         fetched = _fetched(layer, 1)
@@ -106,7 +117,9 @@ def test_pages_that_move_need_no_other_instance(checked_gpu: None, monkeypatch: 
     mx.eval(_fetched(layer, 138))
     for _ in range(30):
         mask = layer.make_mask(1, window_size=9)
-        mx.eval(hook.attention(normal(3, 1, 6, 1, 64), *_fetched(layer, 1), cache=layer, scale=0.125, mask=mask))
+        mx.eval(
+            hook.attention(normal(3, 1, 6, 1, 64), *_fetched(layer, 1), cache=layer, scale=0.125, mask=mask)
+        )
     assert len(instances) == 1
 
 
@@ -124,13 +137,17 @@ def _input(inputs: list[mx.array], name: str) -> mx.array:
     return dict(zip(launch.INPUTS["attend"], inputs, strict=True))[name]
 
 
-@pytest.mark.parametrize(("name", "bits"), [(name, bits) for name, (_, each) in SERVED.items() for bits in each])
+@pytest.mark.parametrize(
+    ("name", "bits"), [(name, bits) for name, (_, each) in SERVED.items() for bits in each]
+)
 def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[Any]) -> None:
-    """Every layer's attention of up to 8 new tokens, without a mask: against mlx-lm's model with its own cache, and
-    the unfused operator where tokens are quantized or forgotten."""
+    """Every layer's attention of up to 8 new tokens, without a mask: against mlx-lm's model with its own
+    cache, and the unfused operator where tokens are quantized or forgotten.
+    """
     model, _ = build(name, **SERVED[name][0])
     fused, unfused = (
-        make_model_cache(model, 400, CacheOptions(kv_bits=bits, kernels=kernels)) for kernels in ("fused", "unfused")
+        make_model_cache(model, 400, CacheOptions(kv_bits=bits, kernels=kernels))
+        for kernels in ("fused", "unfused")
     )
     theirs = mlx_lm_cache.make_prompt_cache(model)
     for tokens in (PROMPT[:6], [5], LONG[:170], [6, 7, 8, 9, 10], None, [3]):
@@ -144,7 +161,8 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
         assert len(attends) == (len(model.layers) if len(tokens) <= 8 else 0)
         assert any(kernel == "append" for kernel, _ in launches) == (bits > 0 and len(tokens) <= 8)
         assert all(_input(inputs, "mask").size == 1 for inputs in attends)
-        assert relative_error(*logits) < (2e-2 if bits else 1e-4)  # rounding flips a quantized value now and then
+        # rounding flips a quantized value now and then
+        assert relative_error(*logits) < (2e-2 if bits else 1e-4)
         if not bits and theirs is not None:
             assert relative_error(logits[0], model(mx.array([tokens]), cache=theirs)) < 1e-4
 
@@ -153,7 +171,8 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
 OWN_MASKS = {"llama4", "minimax_m3_vl"}
 # Attention of their own, or none at all.
 UNSEEN = OWN_ATTENTION | {"gemma2", "mamba", "mamba2", "rwkv7"}
-# Windows of layers that keep all tokens; rings and shared layers; rings alone; a mask one wider than mlx-lm's ring.
+# Windows of layers that keep all tokens; rings and shared layers; rings alone; a mask one wider than mlx-lm's
+# ring.
 SOME = ["mistral3", "gemma3n", "recurrent_gemma", "plamo3", "qwen3_next", "gemma2", *sorted(OWN_MASKS)]
 
 
@@ -173,7 +192,9 @@ def test_which_masks_reach_the_kernel(name: str, gpu: None, monkeypatch: pytest.
         make_model_cache(model, 64, CacheOptions(kv_bits=0, kernels=kernels)) for kernels in (None, "unfused")
     )
     for tokens in (PROMPT, [5], [6, 7, 8], [9]):
-        assert relative_error(*(table.finite(feed(model, cache, tokens)) for cache in (fused, unfused))) < 1e-4
+        assert (
+            relative_error(*(table.finite(feed(model, cache, tokens)) for cache in (fused, unfused))) < 1e-4
+        )
     assert bool(masks) is (name not in UNSEEN)
     assert any(mask is not None for mask in masks) is (name in OWN_MASKS)
 
@@ -189,7 +210,8 @@ def test_which_layers_attend_through_mlx_lms_function(name: str) -> None:
     leaves = [leaf for leaf in leaves_of(probe(model)) if isinstance(leaf, Attention)]
     assert any(not leaf.query_heads for leaf in leaves) is (name in OWN_SCORES)
     text = config.get("text_config", config)
-    if isinstance(heads := text.get("num_attention_heads"), int) and name not in {"laguna", "step3p5"}:  # by layer
+    # by layer
+    if isinstance(heads := text.get("num_attention_heads"), int) and name not in {"laguna", "step3p5"}:
         assert {leaf.query_heads for leaf in leaves} <= {0, heads}
 
 
@@ -249,6 +271,8 @@ def test_a_prefill_makes_no_score_matrix() -> None:
     key, value = _fetched(layer, 512)
     query = normal(3, 1, 8, 512, 64)
     mx.eval(query, layer.layer.arrays)
-    used = peak_bytes(lambda: mx.eval(hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal")))
+    used = peak_bytes(
+        lambda: mx.eval(hook.attention(query, key, value, cache=layer, scale=0.1, mask="causal"))
+    )
     assert key.nbytes < used < 8 * 512 * 8192 * 4 / 2  # the bytes of one score matrix
     assert layer.nbytes == 2 * 2 * 8192 * (64 + 2 * 2)

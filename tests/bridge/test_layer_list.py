@@ -71,13 +71,16 @@ class Layer(nn.Module):
         super().__init__()
         self.k_proj = nn.Linear(8, 8)
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, more: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, mask: Any = None, cache: Any = None, more: mx.array | None = None
+    ) -> mx.array:
         key = self.k_proj(x)[:, None]
         keys, _ = cache.update_and_fetch(key, key)
         return x + keys.sum(axis=2) + (0 if more is None else more)
 
 
-# What the third layer is given besides hidden states: of the toy, its embedded tokens, past states, and caches.
+# What the third layer is given besides hidden states: of the toy, its embedded tokens, past states, and
+# caches.
 PASSED: dict[str, Callable[..., mx.array]] = {
     "the embedding": lambda toy, embedded, past, cache: embedded,
     "a layer before the last": lambda toy, embedded, past, cache: past[0],
@@ -110,7 +113,9 @@ class Toy(nn.Module):
         past: list[mx.array] = []
         for number, layer in enumerate(self.layers):
             is_third = number == 2
-            more = PASSED[self.what](self, embedded, past, cache) if is_third and self.what in PASSED else None
+            more = (
+                PASSED[self.what](self, embedded, past, cache) if is_third and self.what in PASSED else None
+            )
             x = layer(x, mask, cache=cache[number - (is_third and self.what == "a cache")], more=more)
             past.append(x)
             if self.what == "a scale":
@@ -139,7 +144,9 @@ def test_hidden_states_alone(what: str) -> None:
 class Evaluates(Layer):
     """What an evaluated array was made of cannot be seen."""
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, more: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, mask: Any = None, cache: Any = None, more: mx.array | None = None
+    ) -> mx.array:
         x = super().__call__(x, mask, cache, more)
         mx.eval(x)
         return x
@@ -170,6 +177,11 @@ def test_wrong_lists(layers: Callable[[], Any], message: str) -> None:
 
 def test_many_layers() -> None:
     """More weights than MLX writes down by name."""
-    config = {"model_type": "llama", **deepcopy(CONFIGS["llama"]), "num_hidden_layers": 126, "layer_types": None}
+    config = {
+        "model_type": "llama",
+        **deepcopy(CONFIGS["llama"]),
+        "num_hidden_layers": 126,
+        "layer_types": None,
+    }
     module = import_module("mlx_lm.models.llama")
     assert len(list_layers(module.Model(module.ModelArgs.from_dict(config)), "llama").paths) == 126

@@ -28,7 +28,9 @@ SECOND = [LONG[start : start + size] for start, size in enumerate((2, 7, 4, 6, 2
 
 
 def _answers(model: Any, prompts: list[list[int]], caches: Any = None) -> tuple[list[list[int]], list[Any]]:
-    """Tokens of mlx-lm's batches, of up to 3 answers, with prompts read 8 tokens at a time; and their caches."""
+    """Tokens of mlx-lm's batches, of up to 3 answers, with prompts read 8 tokens at a time; and their
+    caches.
+    """
     sizes = {"prefill_batch_size": 2, "prefill_step_size": 8, "completion_batch_size": 3}
     batches = BatchGenerator(model, stop_tokens=[], max_tokens=TOKENS, **sizes)
     tokens: dict[int, list[int]] = {uid: [] for uid in batches.insert(prompts, caches=caches)}
@@ -48,7 +50,9 @@ def _alone(model: Any, prompt: list[int], cache: Any) -> list[int]:
 
 @pytest.mark.parametrize(("name", "bits"), at_widths(MERGED))
 def test_batches_give_each_sequence_what_it_gets_alone(name: str, bits: int) -> None:
-    """Sequences of different lengths join and leave, go on from what they had, and no cache that was given changes."""
+    """Sequences of different lengths join and leave, go on from what they had, and no cache that was given
+    changes.
+    """
     model, _ = build(name)
     made = partial(kvant.make_prompt_cache, model, 90, kv_bits=bits, kv_group_size=16)
     expected, theirs = _answers(model, FIRST) if not bits else ([], None)
@@ -70,7 +74,9 @@ def test_batches_give_each_sequence_what_it_gets_alone(name: str, bits: int) -> 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "falcon_h1"])
 def test_a_batch_copies_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches that mlx-lm makes itself go from prompt to answer and out of the batch; copies are for what is shared."""
+    """Caches that mlx-lm makes itself go from prompt to answer and out of the batch; copies are for what
+    is shared.
+    """
     copies: list[ModelCache] = []
     fork = ModelCache.fork
     monkeypatch.setattr(ModelCache, "fork", lambda own: copies.append(own) or fork(own))
@@ -132,7 +138,9 @@ def test_a_batch_trims_and_takes_masks_of_the_models_own() -> None:
 
 
 def test_a_batch_computes_every_row_s_appends() -> None:
-    """DeepSeek V3.2's indexer is not read in a short text: its appends were left over, step after step, but row 0's."""
+    """DeepSeek V3.2's indexer is not read in a short text: its appends were left over, step after step,
+    but row 0's.
+    """
     model, _ = build("deepseek_v32")
     caches = [kvant.make_prompt_cache(model, 90, kv_bits=0) for _ in range(2)]
     batch = [layers[0].merge(layers) for layers in zip(*caches, strict=True)]
@@ -223,7 +231,8 @@ def test_mlx_lms_file_of_plain_caches(kind: str, tmp_path: Path, pocket_mlx_lm: 
     assert len(read) == len(cache)
     assert mx.array_equal(read[0].keys, cache[0].keys)
     expected = [
-        int(token) for token, _ in generate_step(mx.array([last, own]), theirs, max_tokens=6, prompt_cache=cache)
+        int(token)
+        for token, _ in generate_step(mx.array([last, own]), theirs, max_tokens=6, prompt_cache=cache)
     ]
     steps = kvant.stream_generate(model, tokenizer, [last, own], max_tokens=6, prompt_cache=read)
     assert [step.token for step in steps] == expected
@@ -231,8 +240,12 @@ def test_mlx_lms_file_of_plain_caches(kind: str, tmp_path: Path, pocket_mlx_lm: 
     assert read.cache.max_seq_len == 60
     kvant.save_prompt_cache(tmp_path / "own.safetensors", read)
     again = kvant.load_prompt_cache(tmp_path / "own.safetensors")
-    more = [step.token for step in kvant.stream_generate(model, tokenizer, [5], max_tokens=4, prompt_cache=again)]
-    cache_more = [int(token) for token, _ in generate_step(mx.array([5]), theirs, max_tokens=4, prompt_cache=cache)]
+    more = [
+        step.token for step in kvant.stream_generate(model, tokenizer, [5], max_tokens=4, prompt_cache=again)
+    ]
+    cache_more = [
+        int(token) for token, _ in generate_step(mx.array([5]), theirs, max_tokens=4, prompt_cache=cache)
+    ]
     assert more == cache_more
 
 
@@ -249,7 +262,10 @@ def test_files_of_mlx_lms_that_are_refused(tmp_path: Path, pocket_mlx_lm: Any, p
             next(iter(kvant.stream_generate(model, tokenizer, [9], prompt_cache=read)))
 
     layers = len(theirs.layers)
-    refused([RotatingKVCache(8) for _ in range(layers)], "caches of RotatingKVCache; expected mlx-lm's KVCache alone")
+    refused(
+        [RotatingKVCache(8) for _ in range(layers)],
+        "caches of RotatingKVCache; expected mlx-lm's KVCache alone",
+    )
     refused([KVCache() for _ in range(layers)], "24 more tokens do not fit", LONG[:24])
     narrow = [KVCache() for _ in range(layers + 1)]
     narrow[-1].update_and_fetch(mx.zeros((1, 2, 9, 64)), mx.zeros((1, 2, 9, 64)))
@@ -258,7 +274,9 @@ def test_files_of_mlx_lms_that_are_refused(tmp_path: Path, pocket_mlx_lm: Any, p
     theirs(mx.array([LONG[:9]]), cache=wide)
     wide[2].keys = mx.zeros((1, 2, 256, 32))
     save_prompt_cache(str(file), wide)
-    with pytest.raises(SnapshotError, match=r"layer 2 has keys and values of \[\(1, 2, 9, 32\), \(1, 2, 9, 64\)\]"):
+    with pytest.raises(
+        SnapshotError, match=r"layer 2 has keys and values of \[\(1, 2, 9, 32\), \(1, 2, 9, 64\)\]"
+    ):
         next(iter(kvant.stream_generate(model, tokenizer, [9], prompt_cache=kvant.load_prompt_cache(file))))
     mx.save_safetensors(str(file), {"0.0": mx.zeros((1,))}, {"1.0": "KVCache"})
     with pytest.raises(SnapshotError, match=r"cache\.safetensors: no file of mlx-lm's caches"):
@@ -276,7 +294,14 @@ def test_embeddings_in_place_of_ids(kind: str, pocket_mlx_lm: Any, pocket: Any) 
 
     def answer(prompt: list[int], given: mx.array | None, **options: Any) -> list[int]:
         steps = kvant.stream_generate(
-            model, tokenizer, prompt, max_tokens=8, prefill_step_size=6, input_embeddings=given, kv_bits=0, **options
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=8,
+            prefill_step_size=6,
+            input_embeddings=given,
+            kv_bits=0,
+            **options,
         )
         return [step.token for step in steps]
 
@@ -302,5 +327,7 @@ def test_embeddings_continue_a_cache(pocket: Any) -> None:
 
 
 def test_a_model_that_takes_no_embeddings(pocket: Any) -> None:
-    with pytest.raises(ValueError, match="input_embeddings is given; expected None: this qwen3_next takes ids alone"):
+    with pytest.raises(
+        ValueError, match="input_embeddings is given; expected None: this qwen3_next takes ids alone"
+    ):
         kvant.stream_generate(bridged("qwen3_next"), pocket[1], [5], input_embeddings=mx.zeros((1, 64)))

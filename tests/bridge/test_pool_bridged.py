@@ -1,4 +1,6 @@
-"""A bridged model's pool: sequences of different lengths in one step, against mlx-lm's own caches and kvant's."""
+"""A bridged model's pool: sequences of different lengths in one step, against mlx-lm's own caches and
+kvant's.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -25,8 +27,8 @@ PROMPTS = [[(7 + 31 * i + 5 * b) % 97 for i in range(length)] for b, length in e
 STEPS = 5
 AGREE = 1e-4  # of the largest logit
 QUANTIZED_AGREE = 2e-2  # rounding flips a quantized value now and then
-# windows and learned sinks; windows of layers that keep all tokens; states; states beside keys; lists, an indexer and
-# latent attention; shared layers; states that are shorter at first
+# windows and learned sinks; windows of layers that keep all tokens; states; states beside keys; lists, an
+# indexer and latent attention; shared layers; states that are shorter at first
 SOME = ["gpt_oss", "qwen3_next", "deepseek_v32", "gemma3n", "longcat_flash_ngram"]
 
 
@@ -36,7 +38,11 @@ def _pool(model: BridgedModel, bits: int = 0, **changes: Any) -> BridgedPool:
 
 
 def _fed(
-    model: BridgedModel, pool: BridgedPool, sequences: Sequence[PoolSequence], ids: list[list[int]], rows: int = 0
+    model: BridgedModel,
+    pool: BridgedPool,
+    sequences: Sequence[PoolSequence],
+    ids: list[list[int]],
+    rows: int = 0,
 ) -> mx.array:
     """The logits (B, vocab) after a committed step of (B, S) ids."""
     batch = pool.batch(sequences, rows or None)
@@ -47,7 +53,9 @@ def _fed(
     return logits[: len(ids)]
 
 
-def _opened(model: BridgedModel, pool: BridgedPool, prompt: list[int], max_tokens: int = 200) -> tuple[Any, mx.array]:
+def _opened(
+    model: BridgedModel, pool: BridgedPool, prompt: list[int], max_tokens: int = 200
+) -> tuple[Any, mx.array]:
     """A sequence that holds a prompt, and the logits (1, vocab) after it."""
     sequence = pool.sequence(max_tokens, prompt)
     for first in range(sequence.length, len(prompt), pool.prefill_step_size):
@@ -77,7 +85,9 @@ def _in_company(
 def _alone(
     name: str, model: BridgedModel, prompt: list[int], text: list[int] | None = None, cache: Any = None
 ) -> tuple[list[int], mx.array]:
-    """Tokens, the likeliest where none are given, and the logits (STEPS + 1, vocab), with mlx-lm's cache or kvant's."""
+    """Tokens, the likeliest where none are given, and the logits (STEPS + 1, vocab), with mlx-lm's cache
+    or kvant's.
+    """
     module = model.module if cache is None else model
     kept = cache or mlx_lm_cache.make_prompt_cache(module)
     tokens, logits, fed = list(text or []), [], list(prompt)
@@ -97,7 +107,8 @@ def _alone(
 @pytest.mark.parametrize("name", count(SOME, sorted(set(table.measured()) - REFUSED.keys())))
 def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> None:
     model = bridged(name)
-    prompts = [prompt[: 100 if name == "gpt2" else None] for prompt in PROMPTS]  # the tiny gpt2 has 128 positions
+    # the tiny gpt2 has 128 positions
+    prompts = [prompt[: 100 if name == "gpt2" else None] for prompt in PROMPTS]
     references = [_alone(name, model, prompt) for prompt in prompts]
     texts = [tokens for tokens, _ in references]
     for bits in count((0, 4), (0, 8, 4)):
@@ -116,7 +127,9 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "deepseek_v32"])
 def test_values_with_bits_of_their_own_in_company(name: str) -> None:
-    """In a window, beside states, and where there are no values: as alone, and about as near as 4 bits or nearer."""
+    """In a window, beside states, and where there are no values: as alone, and about as near as 4 bits or
+    nearer.
+    """
     model = bridged(name)
     kinds = itertools.cycle([LayerChoice(8, 32, value_bits=4), LayerChoice(4, 32, value_bits=8)])
     layers = model.make_cache(8, kv_bits=0).formats
@@ -167,7 +180,9 @@ def test_with_as_many_rows_a_token_is_the_same_in_any_company(name: str, bits: i
         sequence.release()
 
 
-@pytest.mark.parametrize(("name", "deterministic"), [("gpt_oss", True), ("qwen3_next", True), ("deepseek_v3", False)])
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [("gpt_oss", True), ("qwen3_next", True), ("deepseek_v3", False)]
+)
 def test_the_engine_runs_requests_of_different_lengths(name: str, deterministic: bool) -> None:
     model = bridged(name)
     pool = _pool(model, tokens=2048, prefill_step_size=128)
@@ -199,7 +214,9 @@ def test_forks_steps_that_do_not_count_and_trims(name: str) -> None:
     ids = [[11], [12], [11]]
     together = _fed(model, pool, [one, other, fork], ids)
     assert relative_error(together[2], together[0]) < 1e-5
-    expected = [model.module(mx.array([prompt + new]))[0, -1] for prompt, new in zip(PROMPTS[:2], ids, strict=False)]
+    expected = [
+        model.module(mx.array([prompt + new]))[0, -1] for prompt, new in zip(PROMPTS[:2], ids, strict=False)
+    ]
     assert relative_error(together[:2], mx.stack(expected)) < AGREE
     batch = pool.batch([one, other])
     model.next_logits(mx.array([[5, 6], [5, 6]]), batch)
@@ -257,7 +274,8 @@ def test_a_step_copies_nothing_of_the_pool(name: str) -> None:
         opened = [_opened(model, pool, prompt)[0] for prompt in PROMPTS]
         _fed(model, pool, opened, [[3]] * 3)
         peaks.append(_step_bytes(model, pool, opened))
-    assert peaks[1] < 2 * peaks[0]  # MLX's threads differ by a third; a copy would take a hundred times as much
+    # MLX's threads differ by a third; a copy would take a hundred times as much
+    assert peaks[1] < 2 * peaks[0]
 
 
 def test_rows_are_not_padded_for_attention_of_mlx_lms() -> None:
@@ -274,7 +292,9 @@ def test_rows_are_not_padded_for_attention_of_mlx_lms() -> None:
 def test_what_is_refused() -> None:
     model = bridged("qwen3")
     bad = [{"kernels": "fused"}]
-    bad += [{name: 0} for name in ("tokens", "sequences", "max_seq_len", "prefill_step_size", "kv_group_size")]
+    bad += [
+        {name: 0} for name in ("tokens", "sequences", "max_seq_len", "prefill_step_size", "kv_group_size")
+    ]
     for changes in bad:
         ((name, value),) = changes.items()
         with pytest.raises(ValueError, match=f"{name} is {value!r}"):

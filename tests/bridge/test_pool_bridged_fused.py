@@ -37,7 +37,9 @@ def _pool(model: BridgedModel, bits: int = 0, kernels: str | None = None) -> Bri
     return model.make_pool(**sizes, kv_bits=bits, kernels=kernels)
 
 
-def _fed(model: BridgedModel, pool: BridgedPool, sequences: Sequence[PoolSequence], ids: Any, rows: int) -> mx.array:
+def _fed(
+    model: BridgedModel, pool: BridgedPool, sequences: Sequence[PoolSequence], ids: Any, rows: int
+) -> mx.array:
     """The logits (B, S, vocab) of a committed step."""
     batch = pool.batch(sequences, rows)
     logits = model(mx.array([*ids, *[[0] * len(ids[0])] * (rows - len(ids))]), cache=batch)
@@ -61,13 +63,19 @@ def _logits(model: BridgedModel, pool: BridgedPool, which: Sequence[int], rows: 
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("gpt_oss", 4), ("gemma3_text", 4), ("gemma3n", 6), ("qwen3_next", 2), ("deepseek_v2", 3)]
+    ("name", "layers"),
+    [("gpt_oss", 4), ("gemma3_text", 4), ("gemma3n", 6), ("qwen3_next", 2), ("deepseek_v2", 3)],
 )
-def test_steps_are_mlx_lms_the_unfused_pools_and_those_alone(name: str, layers: int, fused_calls: Calls) -> None:
-    """Sinks; a scale of its own; windows of layers that keep all tokens, shared layers; states beside; two widths."""
+def test_steps_are_mlx_lms_the_unfused_pools_and_those_alone(
+    name: str, layers: int, fused_calls: Calls
+) -> None:
+    """Sinks; a scale of its own; windows of layers that keep all tokens, shared layers; states beside; two
+    widths.
+    """
     model = _bridged(name)
     given = _logits(model, _pool(model), range(3), rows=4)
-    assert [shape[2] for shape in fused_calls] == [S for S in (3, *STEPS) for _ in range(layers)]  # 3: a prompt
+    # 3: a prompt
+    assert [shape[2] for shape in fused_calls] == [S for S in (3, *STEPS) for _ in range(layers)]
     for b, (prompt, text) in enumerate(zip(PROMPTS, TEXTS, strict=True)):
         cache = mlx_lm_cache.make_prompt_cache(model.module)
         model.module(mx.array([prompt]), cache=cache)
@@ -109,7 +117,8 @@ def test_what_a_mask_shows() -> None:
         assert _window(unfused, unfused.mask(None)) == "unknown"
     for length, window, expected in ((30, None, None), (4, 8, 8), (30, 8, "unknown")):
         one = _step((length,), 3, window)
-        assert _window(one, "causal") == expected  # all that was fetched: that is more than the window at last
+        # all that was fetched: that is more than the window at last
+        assert _window(one, "causal") == expected
         assert _window(one, one.mask(5)) == 5
 
 

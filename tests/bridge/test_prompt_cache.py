@@ -26,19 +26,29 @@ from kvant.errors import ContextError
 
 def _tokens(model: nn.Module, cache: list[Any] | None, count: int = 12) -> tuple[list[int], mx.array]:
     """Greedy tokens of mlx-lm's loop, which feeds the prompt 13 at a time, and their log-probabilities."""
-    steps = list(generate_step(mx.array(PROMPT), model, max_tokens=count, prompt_cache=cache, prefill_step_size=13))
+    steps = list(
+        generate_step(mx.array(PROMPT), model, max_tokens=count, prompt_cache=cache, prefill_step_size=13)
+    )
     return [token for token, _ in steps], mx.stack([logprobs for _, logprobs in steps])
 
 
 def _addresses(cache: list[Any]) -> list[int]:
     mx.synchronize()
-    return [np.asarray(memoryview(array)).ctypes.data for layer in layers_of(cache) for array in layer.layer.arrays]
+    return [
+        np.asarray(memoryview(array)).ctypes.data
+        for layer in layers_of(cache)
+        for array in layer.layer.arrays
+    ]
 
 
 def test_values_have_bits_of_their_own() -> None:
-    """mlx-lm's model gets the keys and values that the bytes stand for, of a prompt and of a token behind it."""
+    """mlx-lm's model gets the keys and values that the bytes stand for, of a prompt and of a token behind
+    it.
+    """
     tuned = KVFormat("", (LayerChoice(8, 16, value_bits=4), LayerChoice(4, 16, value_bits=8)))
-    for layer, own in zip(kvant.make_prompt_cache(build("qwen3")[0], 44, kv_format=tuned), tuned.layers, strict=True):
+    for layer, own in zip(
+        kvant.make_prompt_cache(build("qwen3")[0], 44, kv_format=tuned), tuned.layers, strict=True
+    ):
         shape, fetched = layer.layer.format, []
         given = mx.random.normal((2, 1, shape.num_kv_heads, 21, shape.head_dim), key=mx.random.key(0))
         for part in (slice(0, 20), slice(20, 21)):
@@ -99,7 +109,9 @@ def test_mlx_lms_drafts(name: str) -> None:
         assert [token for token, _, _ in steps] == plain
 
 
-@pytest.mark.parametrize(("name", "bits"), at_widths(["qwen3", "gemma3_text", "llama4", "gemma3n", "deepseek_v3"]))
+@pytest.mark.parametrize(
+    ("name", "bits"), at_widths(["qwen3", "gemma3_text", "llama4", "gemma3n", "deepseek_v3"])
+)
 def test_trimmed_tokens_do_not_matter(name: str, bits: int) -> None:
     """Beside test_snapshot_bridged, which trims caches of kvant's loop."""
     model, _ = build(name)
@@ -123,7 +135,9 @@ def test_a_trim_that_one_layer_cannot_do_is_refused_by_all(name: str, most: int)
     feed(model, cache, LONG[:299])  # of a window they wait, and any of them can be forgotten
     feed(model, cache, LONG[299:300])
     for layer in layers_of(cache):
-        with pytest.raises(ValueError, match=f"{most + 1} of 300 tokens .* no further than to {300 - most} tokens"):
+        with pytest.raises(
+            ValueError, match=f"{most + 1} of 300 tokens .* no further than to {300 - most} tokens"
+        ):
             layer.trim(most + 1)
     assert {layer.offset for layer in layers_of(cache)} == {300}
     assert can_trim_prompt_cache(cache) == (most > 0)
@@ -147,7 +161,9 @@ def test_a_copy_has_a_life_of_its_own() -> None:
 
 
 def test_mlx_lms_prefill_leaves_the_buffers_alone() -> None:
-    """It evaluates ``state`` after every chunk: a ring whose tokens wait is not copied, and nothing is lost."""
+    """It evaluates ``state`` after every chunk: a ring whose tokens wait is not copied, and nothing is
+    lost.
+    """
     model, _ = build("gemma3_text")
     cache, plain = kvant.make_prompt_cache(model, 2000, kv_bits=0), mlx_lm_cache.make_prompt_cache(model)
     for start in range(0, 600, 60):
@@ -171,7 +187,13 @@ def test_what_is_refused() -> None:
     assert isinstance(kvant.make_prompt_cache(own, 8), BridgedCache)
     bad: list[tuple[Callable[..., Any], Any, int, dict[str, int], str]] = [
         (kvant.make_prompt_cache, model, 0, {}, "max_kv_size is 0"),
-        (kvant.make_prompt_cache, model, 8, {"kv_group_size": 7}, "kv_group_size is 7; expected a multiple of 8"),
+        (
+            kvant.make_prompt_cache,
+            model,
+            8,
+            {"kv_group_size": 7},
+            "kv_group_size is 7; expected a multiple of 8",
+        ),
         (kvant.make_prompt_cache, model, 2**45, {}, "a cache of 35184372088832 tokens needs"),
         (kvant.make_prompt_cache, "a folder", 8, {}, "model is a str; expected mlx-lm's own"),
         (kvant.make_prompt_cache, _Odd(), 8, {}, "the cache of layer 1 is a ConcatenateKVCache"),

@@ -70,7 +70,9 @@ class _Life:
             cache.reset()
 
     def fork(self) -> None:
-        """Of any of them, and sometimes in place of the one it came from, which is then given other tokens."""
+        """Of any of them, and sometimes in place of the one it came from, which is then given other
+        tokens.
+        """
         number = self.rng.randrange(len(self.others))
         made = self.others[number].fork()
         if id(self.others[number]) in self.resized:
@@ -107,13 +109,23 @@ class _Life:
 @pytest.mark.parametrize("name", ["windowed", *KINDS])
 def test_a_random_life(name: str, make_checkpoint: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
     if name == "windowed":  # a decoder of kvant's with a ring and a bias split
-        model: Any = load_decoder(make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)[0])
+        model: Any = load_decoder(
+            make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)[0]
+        )
     else:
         model = bridged(name)
     for seed in range(count(2, 60)):
         rng = random.Random(seed)
         life = _Life(model, rng, tmp_path)
-        doings = [life.feed, life.feed, life.feed, life.trim, life.fork, life.save_and_load, life.save_and_load]
+        doings = [
+            life.feed,
+            life.feed,
+            life.feed,
+            life.trim,
+            life.fork,
+            life.save_and_load,
+            life.save_and_load,
+        ]
         for _ in range(count(20, 60)):
             rng.choice([*doings, life.reset] if rng.random() < 0.2 else doings)()
             life.check()
@@ -138,7 +150,11 @@ def test_while_a_run_is_suspended(name: str, pocket: Any, tmp_path: Path) -> Non
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     """By their layers, and windows of as many layers. tests/cache/test_snapshot_refused.py has digests."""
-    model, other, wide = bridged("gemma3_text"), bridged("qwen3_next"), bridged("gemma3_text", sliding_window=9)
+    model, other, wide = (
+        bridged("gemma3_text"),
+        bridged("qwen3_next"),
+        bridged("gemma3_text", sliding_window=9),
+    )
     model.identity = other.identity = wide.identity = Identity("a" * 64, "b" * 64)
     cache = model.make_cache(64)
     mx.eval(model(mx.array([PROMPT]), cache=cache))

@@ -1,4 +1,6 @@
-"""Every architecture of mlx-lm that a CPU can run: mlx-lm's model with kvant's cache, against its own cache."""
+"""Every architecture of mlx-lm that a CPU can run: mlx-lm's model with kvant's cache, against its own
+cache.
+"""
 
 import json
 from importlib.metadata import version
@@ -72,5 +74,7 @@ def test_what_is_not_measured_needs_metal(name: str) -> None:
 
 
 def test_the_page_has_what_is_recorded() -> None:
-    assert RECORDED["versions"]["mlx-lm"] == version("mlx-lm"), "a new mlx-lm: run scripts/architectures.py again"
+    assert RECORDED["versions"]["mlx-lm"] == version("mlx-lm"), (
+        "a new mlx-lm: run scripts/architectures.py again"
+    )
     assert table.PAGE.read_text("utf-8") == table.page(RECORDED), "run scripts/architectures.py --page"

@@ -32,7 +32,9 @@ def _rotate(x: np.ndarray, first: int) -> np.ndarray:
     half = x.shape[-1] // 2
     angle = (first + np.arange(x.shape[1]))[:, None, None] * THETA ** (-np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=-1)
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=-1
+    )
 
 
 class _Layer:
@@ -66,11 +68,14 @@ class _Layer:
         cache = mx.full((1, 1, 2, K, self.query.shape[1] + 2, D), math.nan)
         rows, bias = self.rows(split), self.split if split else None
         return np.concatenate(
-            [_operator([x[:, a:b] for x in rows], a, cache, bias_split=bias) for a, b in pairwise(bounds)], axis=1
+            [_operator([x[:, a:b] for x in rows], a, cache, bias_split=bias) for a, b in pairwise(bounds)],
+            axis=1,
         )
 
 
-def _operator(rows: list[mx.array], start: int, cache: mx.array, mask: mx.array | None = None, **rest: Any) -> mx.array:
+def _operator(
+    rows: list[mx.array], start: int, cache: mx.array, mask: mx.array | None = None, **rest: Any
+) -> mx.array:
     sizes = {"num_heads": H, "num_kv_heads": K, "head_dim": D, "is_causal": True, "cache_layout": 1}
     return multi_head_cache_attention(*rows, start, cache, None, mask, **sizes, **rest)
 
@@ -103,8 +108,11 @@ def test_the_tolerance_notices_a_missing_bias() -> None:
 
 
 def test_a_query_with_every_key_masked_gives_zeros() -> None:
-    layer, mask = _Layer(4, 5.0, PAIRS["last"], seed=0), np.tri(4, k=-1, dtype=bool)  # the first query sees nothing
-    output = _operator(layer.rows(True), 0, mx.zeros((1, 1, 2, K, 4, D)), mx.array(mask), bias_split=layer.split)
+    # the first query sees nothing
+    layer, mask = _Layer(4, 5.0, PAIRS["last"], seed=0), np.tri(4, k=-1, dtype=bool)
+    output = _operator(
+        layer.rows(True), 0, mx.zeros((1, 1, 2, K, 4, D)), mx.array(mask), bias_split=layer.split
+    )
     assert not output[:, 0].any().item()
     expected = oracle.attend(layer.query, *layer.whole, attn_mask=mask, is_causal=True)
     assert np.abs(np.array(output) - expected).max() < layer.tolerance
@@ -122,15 +130,21 @@ def test_a_query_with_every_key_masked_gives_zeros() -> None:
         ({"value_bias": mx.zeros((K, D), mx.float16)}, "value_bias"),
     ],
 )
-def test_a_split_that_does_not_fit_is_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
+def test_a_split_that_does_not_fit_is_refused_before_anything_is_written(
+    change: dict[str, Any], message: str
+) -> None:
     layer, cache = _Layer(4, 5.0, PAIRS["last"], seed=0), mx.ones((1, 1, 2, K, 4, D))
     with pytest.raises(ValueError, match=message):
         _operator(layer.rows(True), 0, cache, bias_split=replace(layer.split, **change))
     assert (cache == 1).all().item()
 
 
-def _with_large_key_bias(make: Make, size: float, elements: tuple[int, ...], **changes: Any) -> tuple[Decoder, Any]:
-    """A random model whose keys have a constant at given elements of every head, and mlx-lm's with its weights."""
+def _with_large_key_bias(
+    make: Make, size: float, elements: tuple[int, ...], **changes: Any
+) -> tuple[Decoder, Any]:
+    """A random model whose keys have a constant at given elements of every head, and mlx-lm's with its
+    weights.
+    """
     folder, _ = make(**changes)
     path = folder / "model.safetensors"
     weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
@@ -150,7 +164,9 @@ def _check_model(model: Decoder, reference: Any, ids: mx.array, size: float) -> 
         assert all((layer.front.bias_split is not None) == split for layer in cache)
         parts = [model(ids[:, a:b], cache=cache) for a, b in pairwise(bounds)]
         # Scores reach about 10 * size; their rounding moves the weights of the softmax by as much.
-        assert relative_error(mx.concatenate(parts, axis=1), expected) < 40 * FLOAT32_EPSILON * max(1.0, 10 * size)
+        assert relative_error(mx.concatenate(parts, axis=1), expected) < 40 * FLOAT32_EPSILON * max(
+            1.0, 10 * size
+        )
 
 
 @pytest.mark.parametrize("constant", [0.0, 900.0])
@@ -174,7 +190,9 @@ ROPES = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_models_with_other_rotary_positions_agree(make_checkpoint: Make, kind: str) -> None:
-    """A constant in a pair of the middle, which every one of these kinds turns by another angle than the plain one."""
+    """A constant in a pair of the middle, which every one of these kinds turns by another angle than the
+    plain one.
+    """
     rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind]}
     changes = {"rope_parameters": rope, "max_position_embeddings": 24}
     model, reference = _with_large_key_bias(make_checkpoint, 30.0, (16, 48), **changes)

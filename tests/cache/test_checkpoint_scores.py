@@ -8,7 +8,9 @@ ANSWERED = [*SYSTEM, *[7] * 20]  # a question
 ANSWER = [*ANSWERED, *[8] * 30]
 
 
-def _keep(kept: Checkpoints, ids: list[int], asked: int | None = None, *, is_head: bool = False) -> list[bytes]:
+def _keep(
+    kept: Checkpoints, ids: list[int], asked: int | None = None, *, is_head: bool = False
+) -> list[bytes]:
     """Keep a text under itself; the others that went for it."""
     text = as_text(ids, b"")
     kept.use(text)

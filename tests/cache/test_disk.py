@@ -1,4 +1,6 @@
-"""The folder of a disk cache: bounded at every instant, right or nothing after any death, and nobody waits for it."""
+"""The folder of a disk cache: bounded at every instant, right or nothing after any death, and nobody waits
+for it.
+"""
 
 import errno
 import fcntl
@@ -112,7 +114,9 @@ def test_a_smaller_bound_holds_from_the_start(cache: DiskCache, folder: Path) ->
     again.close()
 
 
-@pytest.mark.parametrize("harm", ["altered", "cut", "empty", "another's", "long", "a folder", "a link", "a pipe"])
+@pytest.mark.parametrize(
+    "harm", ["altered", "cut", "empty", "another's", "long", "a folder", "a link", "a pipe"]
+)
 def test_a_wrong_file_is_none_and_goes(harm: str, cache: DiskCache, folder: Path, tmp_path: Path) -> None:
     for number in (1, 2):
         put(cache, number)
@@ -129,7 +133,13 @@ def test_a_wrong_file_is_none_and_goes(harm: str, cache: DiskCache, folder: Path
         os.mkfifo(path)
     else:
         changed = bytes([*data[:40], data[40] ^ 1, *data[41:]])
-        kinds = {"altered": changed, "cut": data[:-1], "empty": b"", "another's": other.read_bytes(), "long": data * 2}
+        kinds = {
+            "altered": changed,
+            "cut": data[:-1],
+            "empty": b"",
+            "another's": other.read_bytes(),
+            "long": data * 2,
+        }
         path.write_bytes(kinds[harm])
     assert cache.get(name_of(1)) is None
     assert name_of(1) not in cache
@@ -183,7 +193,11 @@ def test_nobody_waits_and_what_is_too_much_is_dropped(folder: Path, monkeypatch:
 
 @pytest.mark.parametrize("failed", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_a_disk_that_fails_is_let_be_for_a_while(
-    failed: int, cache: DiskCache, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failed: int,
+    cache: DiskCache,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Half of a file was written by then; what is there is still read."""
     put(cache, 0)
@@ -227,7 +241,9 @@ def test_a_folder_that_became_read_only() -> None:
             folder.chmod(0o500)
             put(cache, 1)
             cache.flush(10)
-            right = (cache.counts.written, cache.counts.dropped) == (1, 1) and cache.get(name_of(0)) == contents(0)
+            right = (cache.counts.written, cache.counts.dropped) == (1, 1) and cache.get(
+                name_of(0)
+            ) == contents(0)
             code = 0 if right else 2
         finally:
             os._exit(code)
@@ -251,7 +267,11 @@ def test_a_folder_that_went(cache: DiskCache, folder: Path) -> None:
 def test_folders_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "file").write_text("")
-    for name, said in (("open", "with mode 755; expected"), ("file", "no folder"), ("file/below", "no folder")):
+    for name, said in (
+        ("open", "with mode 755; expected"),
+        ("file", "no folder"),
+        ("file/below", "no folder"),
+    ):
         with pytest.raises(SnapshotError, match=said):
             DiskCache(tmp_path / name)
     with pytest.raises(ValueError, match="max_bytes is 5"):
@@ -289,7 +309,9 @@ def test_a_file_of_the_users_under_the_locks_name_stays(kind: str, folder: Path,
 
 
 def open_in(folder: Path) -> int:
-    """Return how many descriptors of this process are a folder's, or of what is in it; a Mac does not say which."""
+    """Return how many descriptors of this process are a folder's, or of what is in it; a Mac does not say
+    which.
+    """
     links = (Path("/proc/self/fd", name) for name in os.listdir("/dev/fd"))
     return sum(str(folder) in os.readlink(link) for link in links if os.path.lexists(link))
 
@@ -357,7 +379,9 @@ def test_closing_does_not_wait_for_another_process(cache: DiskCache, folder: Pat
 
 
 def test_kill_9_at_any_moment(folder: Path) -> None:
-    """Two processes write in one folder. One is killed, again and again: what is read is right, and the bound holds."""
+    """Two processes write in one folder. One is killed, again and again: what is read is right, and the
+    bound holds.
+    """
     bound, stopped, most, looks = 40 * BLOCK, threading.Event(), [0], [0]
 
     def watch() -> None:

@@ -25,7 +25,8 @@ def test_a_file_is_what_was_written(tmp_path: Path) -> None:
     found = KVFormat.of(tmp_path / "tuned.json")
     assert (found, found.figures, found.path) == (TUNED, TUNED.figures, str(tmp_path / "tuned.json"))
     assert KVFormat.of(json.loads(json.dumps(TUNED.as_json()))) == TUNED
-    assert [own.get("value_bits") for own in TUNED.as_json()["layers"]] == [None, None, 4]  # as files of before
+    # as files of before
+    assert [own.get("value_bits") for own in TUNED.as_json()["layers"]] == [None, None, 4]
     (tmp_path / "folder").mkdir()
     with pytest.raises(SnapshotError, match="cannot be written"):
         TUNED.write(tmp_path / "folder")
@@ -55,7 +56,9 @@ WRONG: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_what_is_wrong_is_named(tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str) -> None:
+def test_what_is_wrong_is_named(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
     raw = json.loads(json.dumps(TUNED.as_json()))
     change(raw)
     path = tmp_path / "tuned.json"
@@ -71,7 +74,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, change: Callable[[dict[str, Any]
 
 def test_whose_it_is() -> None:
     TUNED.check(Identity("a" * 64, "b" * 64), 3)
-    for identity, layers, said in (("c", 3, "another model"), (None, 3, "another model"), ("a", 2, "with 3 layers")):
+    for identity, layers, said in (
+        ("c", 3, "another model"),
+        (None, 3, "another model"),
+        ("a", 2, "with 3 layers"),
+    ):
         with pytest.raises(ArgumentError, match=said):
             TUNED.check(identity and Identity(identity * 64, ""), layers)
     with pytest.raises(ArgumentError, match="center of 2 kv heads of 2; expected 64"):
@@ -112,7 +119,8 @@ def test_formats_of_before_have_no_front() -> None:
     with pytest.raises(ValueError, match="front is 3"):
         read(tuned, front=3)
     assert (
-        describe_formats([own, tuned]) == "4 and 8 bits in groups of 32, scales fitted, keys rotated in 1 of 2 layers"
+        describe_formats([own, tuned])
+        == "4 and 8 bits in groups of 32, scales fitted, keys rotated in 1 of 2 layers"
     )
     floats = LayerFormat.of_rows(2, 64, 64, 0, 32, "F16", window=None, max_seq_len=9)
     assert describe_formats([floats]) == "float16"
@@ -121,7 +129,9 @@ def test_formats_of_before_have_no_front() -> None:
 
 
 def test_values_have_bits_of_their_own() -> None:
-    """Side by side with keys; where both have the same, apart and in files as before; where there are none, no bits."""
+    """Side by side with keys; where both have the same, apart and in files as before; where there are
+    none, no bits.
+    """
 
     def made(keys: int, values: int, *widths: int) -> LayerFormat:
         own = LayerFormat.of_rows(2, *widths, keys, 32, "F32", window=None, max_seq_len=9, value_bits=values)
@@ -147,7 +157,10 @@ def test_values_have_bits_of_their_own() -> None:
     assert describe_formats([apart]) == said
     four = LayerFormat.of_rows(2, 64, 64, 4, 32, "F32", window=None, max_seq_len=9)
     assert describe_formats([before, apart, four]) == f"4 and 8 bits, {said}"
-    for raw, wrong in (({"value_bits": 0}, "8 bits of keys and 0 of values"), ({"quant_bit": 0}, "0 bits of keys and")):
+    for raw, wrong in (
+        ({"value_bits": 0}, "8 bits of keys and 0 of values"),
+        ({"quant_bit": 0}, "0 bits of keys and"),
+    ):
         with pytest.raises(ValueError, match=wrong):
             LayerFormat.from_json(json.loads(json.dumps(apart.as_json() | raw)))
 

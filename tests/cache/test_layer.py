@@ -46,7 +46,11 @@ def test_attention_is_the_oracle_s(shape: tuple[int, int, int], offset: int, S: 
     past, query, key = normal(1, 1, K, ROOM, D), normal(2, 1, H, S, D), normal(5, 1, K, S, D)
     rng = np.random.default_rng(6)
     keep = rng.random((S, offset + S) if kind.endswith("heads") else (1, H, S, offset + S)) > 0.3
-    mask = np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32) if "float" in kind else keep
+    mask = (
+        np.where(keep, rng.standard_normal(keep.shape), -np.inf).astype(np.float32)
+        if "float" in kind
+        else keep
+    )
     given = None if kind == "none" else mx.array(mask)
     rows = [  # (1, T, K, D)
         np.array(mx.concatenate([old[:, :, :offset], new], axis=2)).swapaxes(1, 2)
@@ -54,7 +58,9 @@ def test_attention_is_the_oracle_s(shape: tuple[int, int, int], offset: int, S: 
     ]
     options: dict[str, Any] = {"is_causal": True, "attn_mask": None if given is None else mask}
     for window in (None, 12):
-        expected = oracle.attend(np.array(query).swapaxes(1, 2), *rows, window=window, **options).swapaxes(1, 2)
+        expected = oracle.attend(np.array(query).swapaxes(1, 2), *rows, window=window, **options).swapaxes(
+            1, 2
+        )
         output = filled(K, D, past, offset, kv_bits=0, window=window).attend(query, key, key * 2, mask=given)
         assert np.abs(np.array(output) - expected).max() < 1e-5 * (1 + np.abs(expected).max())
 
@@ -78,8 +84,12 @@ def test_the_fused_kernel_is_the_same_attention(checked_gpu: None, bits: int, S:
     ("bits", "extras", "masked"),
     [(0, "sinks", False), (8, "split sinks", True), (4, "split", False), (4, "split", True)],
 )
-def test_the_fused_kernel_agrees_through_a_window(bits: int, extras: str, masked: bool, launches: list[Any]) -> None:
-    """Its text, run on the host, while pages move along. Masked steps and those of many tokens are unfused."""
+def test_the_fused_kernel_agrees_through_a_window(
+    bits: int, extras: str, masked: bool, launches: list[Any]
+) -> None:
+    """Its text, run on the host, while pages move along. Masked steps and those of many tokens are
+    unfused.
+    """
     H, K, D, room = 4, 2, 64, 700
     split = split_of(K, D, room) if "split" in extras else None
     options: dict[str, Any] = {"window": 12, "kv_bits": bits, "dtype": mx.float32, "bias_split": split}
@@ -121,7 +131,9 @@ def peak_of_appends(room: int, bits: int, *, hold: bool = False) -> int:
 
 @pytest.mark.parametrize("bits", [8, 0])
 def test_appends_are_in_place(bits: int) -> None:
-    """The peak does not know how much is reserved: 64 rows, or 65,536 (17 MB at 8 bits). A copy would show."""
+    """The peak does not know how much is reserved: 64 rows, or 65,536 (17 MB at 8 bits). A copy would
+    show.
+    """
     small, large = (peak_of_appends(room, bits) for room in (64, 65536))
     assert large - small < 100_000
     assert peak_of_appends(65536, bits, hold=True) > 15_000_000
@@ -186,11 +198,14 @@ def test_the_contract_of_a_cache_that_grows() -> None:
         (100, 100, {"kv_bits": 0}, 64 * 2),
         (100, 100, {"kv_bits": 8, "window": 40}, 64 + 2 * 2),
         (300, 300, {"kv_bits": 0, "window": 290}, 64 * 2),
-        (300, 256, {"kv_bits": 8, "window": 40}, 64 + 2 * 2),  # of 1 + 16 tokens more than the window, on two pages
+        # of 1 + 16 tokens more than the window, on two pages
+        (300, 256, {"kv_bits": 8, "window": 40}, 64 + 2 * 2),
         (900, 512, {"kv_bits": 0, "window": 290}, 64 * 2),
     ],
 )
-def test_bytes_are_exact_before_and_after(room: int, rows: int, options: dict[str, Any], row_bytes: int) -> None:
+def test_bytes_are_exact_before_and_after(
+    room: int, rows: int, options: dict[str, Any], row_bytes: int
+) -> None:
     """Of 2 kv heads a key and a value. A window has no more rows than are reserved."""
     cache = QuantizedKVCache(room, 2, 64, **options)
     for count in (70, room - 70):

@@ -1,4 +1,6 @@
-"""The cache of a model: one count for all layers, steps that count when they are committed, and mlx-lm's habits."""
+"""The cache of a model: one count for all layers, steps that count when they are committed, and mlx-lm's
+habits.
+"""
 
 import copy
 from functools import partial
@@ -22,8 +24,12 @@ IDS = TEXT[20:45]
 
 
 @pytest.fixture(params=[8, 4, 0, "windows"])
-def caches(request: pytest.FixtureRequest, pocket: Pocket, windows: Decoder) -> tuple[Decoder, list[ModelCache], int]:
-    """A model, two caches of the same format, and tokens that they have first: with windows, more than a page has."""
+def caches(
+    request: pytest.FixtureRequest, pocket: Pocket, windows: Decoder
+) -> tuple[Decoder, list[ModelCache], int]:
+    """A model, two caches of the same format, and tokens that they have first: with windows, more than a
+    page has.
+    """
     model, bits, first = (windows, 0, 270) if request.param == "windows" else (pocket[0], request.param, 9)
     made = [model.make_cache(first + 250, kv_bits=bits) for _ in range(2)]
     for cache in made:

@@ -28,7 +28,10 @@ def test_the_smallest_stretch_that_is_long_enough_is_taken() -> None:
 @settings(max_examples=count(50, 5000))
 @given(
     st.integers(1, 40),
-    st.lists(st.tuples(st.sampled_from(["allocate", "share", "release", "release"]), st.integers(0, 12)), max_size=40),
+    st.lists(
+        st.tuples(st.sampled_from(["allocate", "share", "release", "release"]), st.integers(0, 12)),
+        max_size=40,
+    ),
 )
 def test_a_page_is_free_when_nobody_holds_it(num: int, calls: list[tuple[str, int]]) -> None:
     pages, held = Pages(num), []
@@ -58,7 +61,12 @@ def test_a_page_is_free_when_nobody_holds_it(num: int, calls: list[tuple[str, in
 def test_runs_join_neighbours() -> None:
     pages = [4, 5, 2, 9, 8]
     row = PAGE_SIZE
-    assert runs(pages, 0, 5 * row) == [(4 * row, 6 * row), (2 * row, 3 * row), (9 * row, 10 * row), (8 * row, 9 * row)]
+    assert runs(pages, 0, 5 * row) == [
+        (4 * row, 6 * row),
+        (2 * row, 3 * row),
+        (9 * row, 10 * row),
+        (8 * row, 9 * row),
+    ]
     assert runs(pages, 100, row + 7) == [(4 * row + 100, 5 * row + 7)]
     assert runs(pages, 2 * row - 1, 2 * row + 1) == [(6 * row - 1, 6 * row), (2 * row, 2 * row + 1)]
     assert runs(pages, 3, 3) == []

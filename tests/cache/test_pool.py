@@ -76,7 +76,9 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(
         *(x.squeeze(2) for x in heads), seqstarts=[0, 1, 2, 3], start_pos=starts, decoding_batches=3,
         cache=copies[0], scale=copies[1] if bits else None, quant_bit=bits, quant_group=32, **layout, **sizes,
     )  # fmt: skip
-    assert all(mx.array_equal(array, copy[0]) for array, copy in zip(pool.layers[1].arrays, copies, strict=True))
+    assert all(
+        mx.array_equal(array, copy[0]) for array, copy in zip(pool.layers[1].arrays, copies, strict=True)
+    )
     # The operator rounds a product to its scale's dtype, float16; a pool does not.
     assert close(given.squeeze(2), expected, 1e-3 if bits else 1e-5)
 
@@ -89,7 +91,9 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(
 def test_a_few_tokens_of_each_are_as_each_alone(
     monkeypatch: pytest.MonkeyPatch, long: int, bits: int, options: str, window: int | None
 ) -> None:
-    """In the same bits: steps that verify drafts give the numbers of plain ones. Read at once, and 32 at a time."""
+    """In the same bits: steps that verify drafts give the numbers of plain ones. Read at once, and 32 at a
+    time.
+    """
     lengths = (40, 9, 61)
     monkeypatch.setattr(cpu_paged_attention, "LONG_TOKENS", long)
     monkeypatch.setattr(cpu_decode, "BLOCK_TOKENS", 32)
@@ -98,14 +102,19 @@ def test_a_few_tokens_of_each_are_as_each_alone(
         mx.random.normal((K, 2, 3)), (1, 7, 20), rotation_table(Rotary.plain(D, 1e4), (1, 7, 20), 80),
         mx.random.normal((K, D)),
     )  # fmt: skip
-    extra: dict[str, Any] = {"bias_split": split} if options == "bias split" else {"sinks": mx.random.normal((H,))}
+    extra: dict[str, Any] = (
+        {"bias_split": split} if options == "bias split" else {"sinks": mx.random.normal((H,))}
+    )
     values = mx.random.normal((2, K, 300, D))
     arrays = list(quantize(values, quant_bit=bits, quant_group=32)) if bits else [values]
     query = mx.random.normal((3, H, S, D))
 
     def attend(query: mx.array, ends: list[int], new_tokens: int) -> mx.array:
         starts = [0 if window is None else max(0, end - new_tokens + 1 - window) for end in ends]
-        runs = [[(100 * b + start, 100 * b + end)] for b, (start, end) in enumerate(zip(starts, ends, strict=True))]
+        runs = [
+            [(100 * b + start, 100 * b + end)]
+            for b, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
         rows = PagedRows([], runs, starts, window)
         return paged_attention.attend_rows(query, arrays, rows, quant_bit=bits, **extra)
 
@@ -133,7 +142,10 @@ def test_what_a_long_context_takes_is_bounded(new_tokens: int, bits: int) -> Non
     query = mx.random.normal((1, 2 * K, new_tokens, D))
     mx.eval(arrays, query)
     rows = PagedRows([], [[(0, T)]], [0], None)
-    assert peak_bytes(lambda: mx.eval(paged_attention.attend_rows(query, arrays, rows, quant_bit=bits))) < 40 << 20
+    assert (
+        peak_bytes(lambda: mx.eval(paged_attention.attend_rows(query, arrays, rows, quant_bit=bits)))
+        < 40 << 20
+    )
 
 
 def test_a_step_that_something_came_between_is_not_committed(pocket: Pocket) -> None:
@@ -185,7 +197,10 @@ def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:
     batch = pool.batch([pool.sequence(1)])
     for model, message in (
         (pocket[0], r"layer 0 of the pool has kv heads and a head_dim of \(2, 16\); expected \(2, 64\)"),
-        (tiny_model(tmp_path / "plain", (None,) * 4), "layer 1 of the pool has a window of 40; the model's has None"),
+        (
+            tiny_model(tmp_path / "plain", (None,) * 4),
+            "layer 1 of the pool has a window of 40; the model's has None",
+        ),
         (tiny_model(tmp_path / "small", (None,)), "the pool has 4 layers; expected 1"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -198,7 +213,10 @@ def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch)
         ({"kernels": "fused"}, "kernels is 'fused'; MLX's default device is no GPU"),
         ({"kernels": "fast"}, "kernels is 'fast'; expected 'unfused' or 'fused'"),
         ({"kv_bits": 5}, "kv_bits is 5"),
-        *(({name: 0}, f"{name} is 0") for name in ("tokens", "sequences", "prefill_step_size", "max_seq_len")),
+        *(
+            ({name: 0}, f"{name} is 0")
+            for name in ("tokens", "sequences", "prefill_step_size", "max_seq_len")
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             model.make_pool(**{"tokens": 128, "sequences": 1} | wrong)
@@ -229,10 +247,19 @@ def test_layers_that_all_have_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
-def test_its_bytes_are_those_that_were_planned_and_allocated(pocket: Pocket, tmp_path: Path, bits: int) -> None:
-    for model in (pocket[0], tiny_model(tmp_path / "a", (None, 40, 200)), tiny_model(tmp_path / "b", (40, 200))):
+def test_its_bytes_are_those_that_were_planned_and_allocated(
+    pocket: Pocket, tmp_path: Path, bits: int
+) -> None:
+    for model in (
+        pocket[0],
+        tiny_model(tmp_path / "a", (None, 40, 200)),
+        tiny_model(tmp_path / "b", (40, 200)),
+    ):
         for split in (True, False):
-            sizes, stored = {"tokens": 3000, "sequences": 3, "prefill_step_size": 100}, CacheOptions(bits, 16, split)
+            sizes, stored = (
+                {"tokens": 3000, "sequences": 3, "prefill_step_size": 100},
+                CacheOptions(bits, 16, split),
+            )
             mx.synchronize()
             before = mx.get_active_memory()
             pool = model.make_pool(**sizes, **stored.fields)

@@ -35,7 +35,11 @@ def test_what_does_not_go_in(windows: Decoder, plain: Decoder) -> None:
     pool = _pool(windows, 8)
     sequence = pool.sequence(100)
     refused = [
-        (_fed(windows, 8, 101), ContextError, "101 more tokens do not fit: 0 of the 100 reserved tokens are used"),
+        (
+            _fed(windows, 8, 101),
+            ContextError,
+            "101 more tokens do not fit: 0 of the 100 reserved tokens are used",
+        ),
         (_fed(windows, 4, 10), ValueError, "kv_bits is 4; expected 8, in layer 0"),
         (windows.make_cache(50, kv_group_size=8), ValueError, "kv_group_size is 8; expected 16, in layer 0"),
         (windows.make_cache(50, kv_group_size=16, bias_split=False), ValueError, "split_pairs is None"),
@@ -53,7 +57,9 @@ def test_what_does_not_go_in(windows: Decoder, plain: Decoder) -> None:
 
 
 def test_a_page_that_is_not_whole_is_not_shared(tmp_path: Path) -> None:
-    """A ring's file of 828 tokens begins, for a window of 200, at token 612: what page 4 held before is not there."""
+    """A ring's file of 828 tokens begins, for a window of 200, at token 612: what page 4 held before is
+    not there.
+    """
     model = tiny_model(tmp_path, (None, 200))
     pool = _pool(model, 0)
     whole, sequence = pool.sequence(900), pool.sequence(900)
@@ -72,7 +78,9 @@ def test_a_page_that_is_not_whole_is_not_shared(tmp_path: Path) -> None:
     assert not sequence.can_trim_to(810)
 
 
-def test_a_load_that_is_interrupted_leaves_an_empty_sequence(windows: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_is_interrupted_leaves_an_empty_sequence(
+    windows: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool, cache = _pool(windows, 0), _fed(windows, 0, 500)
     sequence = pool.sequence(900)
     with monkeypatch.context() as patch:

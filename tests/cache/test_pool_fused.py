@@ -1,4 +1,6 @@
-"""A pool with the fused kernel, whose text runs on the host, against the unfused pool; and which layers have it."""
+"""A pool with the fused kernel, whose text runs on the host, against the unfused pool; and which layers
+have it.
+"""
 
 from itertools import product
 from pathlib import Path
@@ -22,13 +24,20 @@ WIDE = 4 * 64  # of four heads that the kernel takes
 PROMPTS = [[(7 + 31 * i + 5 * b) % 290 for i in range(length)] for b, length in enumerate((3, 127, 256))]
 
 
-@pytest.mark.parametrize(("bits", "split"), [(8, None), (4, None), (0, None), *product((0, 84, 48), (False, True))])
-def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any], bits: int, split: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("bits", "split"), [(8, None), (4, None), (0, None), *product((0, 84, 48), (False, True))]
+)
+def test_an_engine_on_the_kernels_text(
+    tmp_path: Path, launches: list[Any], bits: int, split: bool | None
+) -> None:
     """Plain, and with every part of a front: rotated, too, where no key bias is split off."""
     model, found = tiny_model(tmp_path, (None, 40), hidden_size=WIDE), []
     stored: dict[str, Any] = {"kv_bits": bits, "kv_group_size": 16}
     if split is not None:
-        stored = {"kv_format": drawn_format(model, bits, rotates=not split, paired=split), "bias_split": split}
+        stored = {
+            "kv_format": drawn_format(model, bits, rotates=not split, paired=split),
+            "bias_split": split,
+        }
     for kernels in ("unfused", None):
         assert not launches
         pool = model.make_pool(1024, sequences=3, kernels=kernels, **stored)
@@ -40,12 +49,17 @@ def test_an_engine_on_the_kernels_text(tmp_path: Path, launches: list[Any], bits
     assert launches
 
 
-def test_which_layers_are_fused(tmp_path: Path, fused_calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_layers_are_fused(
+    tmp_path: Path, fused_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def backends(model: Decoder, **options: Any) -> set[str | None]:
         pool = model.make_pool(512, sequences=1, kv_group_size=16, **options)
         return {pool.backend, *(layer.backend for layer in pool.layers)}
 
-    wide, narrow = tiny_model(tmp_path / "wide", (None, 40), hidden_size=WIDE), tiny_model(tmp_path / "narrow")
+    wide, narrow = (
+        tiny_model(tmp_path / "wide", (None, 40), hidden_size=WIDE),
+        tiny_model(tmp_path / "narrow"),
+    )
     assert backends(wide) == backends(wide, kernels="fused") == {"metal"}
     assert backends(wide, kernels="unfused") == backends(narrow) == {None}
     with pytest.raises(ValueError, match="does not take head_dim 16; it takes 64"):

@@ -1,4 +1,6 @@
-"""Any order of what can be done with pools, of many sequences and of one, against attention to all in float64."""
+"""Any order of what can be done with pools, of many sequences and of one, against attention to all in
+float64.
+"""
 
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -59,11 +61,15 @@ class _Text:
 def _is_there(sequence: PoolSequence, length: int) -> bool:
     """Whether all rows are there that the next query sees after so many tokens."""
     parts = zip(sequence.pool.parts, sequence.tables, strict=True)
-    return all(part.window is None or table.first <= max(0, length - part.window + 1) for part, table in parts)
+    return all(
+        part.window is None or table.first <= max(0, length - part.window + 1) for part, table in parts
+    )
 
 
 class _Machine(RuleBasedStateMachine):
-    """Texts in one pool of many, and in pools of one. Every layer's attention and every row's bytes are compared."""
+    """Texts in one pool of many, and in pools of one. Every layer's attention and every row's bytes are
+    compared.
+    """
 
     head_dim = 32
 
@@ -102,15 +108,26 @@ class _Machine(RuleBasedStateMachine):
         self.step_size = step
         D = self.head_dim
         stored = (bits[0], 16, stored_dtype(*bits), "F16") if bits[0] else (0, 0, "F32", "")
-        plain = LayerFormat("quantized", K, D, D, *stored, split_pairs=PAIRS if split else None, value_bits=bits[1])
+        plain = LayerFormat(
+            "quantized", K, D, D, *stored, split_pairs=PAIRS if split else None, value_bits=bits[1]
+        )
         self.layers = []
         for number, window in enumerate(windows):
             own = replace(plain, window=window, slack=0 if window is None else SLACK)
-            balance = np.tile(2.0 ** self.rng.integers(-2, 3, (K, 1, D // 2)), 2).astype(np.float32) if front else None
+            balance = (
+                np.tile(2.0 ** self.rng.integers(-2, 3, (K, 1, D // 2)), 2).astype(np.float32)
+                if front
+                else None
+            )
             center = 3 * self._normal(K, 1, D) if front and not sinks else None
             parts = {"center": center is not None, "balance": front}
-            own = replace(own, front="+".join(name for name, has in parts.items() if has) + f":{number}" * front)
-            both, biases = self._normal(2, K, NUMBERS, D), (self._normal(K, 2, len(PAIRS)), self._normal(K, D))
+            own = replace(
+                own, front="+".join(name for name, has in parts.items() if has) + f":{number}" * front
+            )
+            both, biases = (
+                self._normal(2, K, NUMBERS, D),
+                (self._normal(K, 2, len(PAIRS)), self._normal(K, D)),
+            )
             bias = BiasSplit(mx.array(biases[0]), PAIRS, mx.zeros(0), mx.array(biases[1])) if split else None
             frequencies = ROTARY ** (-2 * np.arange(D // 2) / D)
             self.layers.append(
@@ -136,7 +153,9 @@ class _Machine(RuleBasedStateMachine):
             seen = (layer.format.window or max_seq_len) < max_seq_len  # else no sequence outgrows the window
             formats.append(layer.format if seen else replace(layer.format, window=None, slack=0))
             arrays = (None if array is None else mx.array(array) for array in (layer.center, layer.balance))
-            fronts.append(Front(layer.format.front, layer.split and replace(layer.split, rotation=table), *arrays))
+            fronts.append(
+                Front(layer.format.front, layer.split and replace(layer.split, rotation=table), *arrays)
+            )
         options = {"make_cache": self._cache, "dtype": mx.float32, "num_heads": H}
         options |= {} if sizes else {"checkpoints": KEPT}
         pool = Pool(formats, fronts, **sizes_alone(max_seq_len) | sizes, **options)
@@ -160,7 +179,12 @@ class _Machine(RuleBasedStateMachine):
         return texts[data.draw(st.integers(0, len(texts) - 1))]
 
     def _step(
-        self, texts: list[_Text], ids: list[list[int]], fate: str = "committed", padding: int = 0, masked: bool = False
+        self,
+        texts: list[_Text],
+        ids: list[list[int]],
+        fate: str = "committed",
+        padding: int = 0,
+        masked: bool = False,
     ) -> bool:
         """A step of new tokens of texts of one pool; False: there is no page for the copy of a shared one."""
         S, B, starts = len(ids[0]), len(texts), tuple(len(text.ids) for text in texts)
@@ -173,7 +197,11 @@ class _Machine(RuleBasedStateMachine):
             assert any(part.pages.num_shared for part in self.pool.parts)
             return False
         numbers = [numbers_of(text.ids + new, text.salt) for text, new in zip(texts, ids, strict=True)]
-        mask = np.where(self.rng.random((S, len(numbers[0]))) < 0.2, -3.0, 0.0).astype(np.float32) if masked else None
+        mask = (
+            np.where(self.rng.random((S, len(numbers[0]))) < 0.2, -3.0, 0.0).astype(np.float32)
+            if masked
+            else None
+        )
         looked = np.unique([0, S - 1, *self.rng.integers(S, size=20)])  # queries that are compared
         for view, layer in zip(batch, self.layers, strict=True):
             query = self._normal(B + padding, H, S, self.head_dim)
@@ -181,13 +209,19 @@ class _Machine(RuleBasedStateMachine):
             for b in range(B):
                 heads[:, b] = layer.new(numbers[b][-S:])
             sinks = None if layer.sinks is None else mx.array(layer.sinks)
-            changed = view.front.queries(mx.array(query)), view.front.keys(mx.array(heads[0])), mx.array(heads[1])
+            changed = (
+                view.front.queries(mx.array(query)),
+                view.front.keys(mx.array(heads[0])),
+                mx.array(heads[1]),
+            )
             given = view.attend(*changed, None if mask is None else mx.array(mask), sinks)
             mx.eval(given)
             assert not np.array(given[B:]).any()
             for b in range(B):
                 places = looked + starts[b]
-                expected = layer.attend(query[b][:, looked], places, numbers[b], None if mask is None else mask[looked])
+                expected = layer.attend(
+                    query[b][:, looked], places, numbers[b], None if mask is None else mask[looked]
+                )
                 least = FITTED if 4 in layer.format.bits.values() else TOLERANCE
                 assert np.abs(np.array(given[b])[:, looked] - expected).max() < least * np.abs(expected).max()
         if fate == "abandoned":
@@ -260,7 +294,9 @@ class _Machine(RuleBasedStateMachine):
                 sequence.share_prefix(last_page=not whole_pages)
 
     @precondition(lambda self: self.alone)
-    @rule(data=st.data(), text=st.integers(0, 1), length=st.sampled_from([500, 1, 30, 140, 700, 900]), new=FEW)
+    @rule(
+        data=st.data(), text=st.integers(0, 1), length=st.sampled_from([500, 1, 30, 140, 700, 900]), new=FEW
+    )
     def keep_common(self, data: st.DataObject, text: int, length: int, new: int) -> None:
         """A pool of one begins another text: with what it has of it, or with nothing."""
         own, prompt = self._any(data, self.alone), TEXTS[text][:length]
@@ -293,7 +329,9 @@ class _Machine(RuleBasedStateMachine):
             return
         assert 0 < left < own.floor
         for trim in trims:
-            with pytest.raises(ValueError, match=f"{back} of {length} tokens are .* than to {own.sequence.oldest} tok"):
+            with pytest.raises(
+                ValueError, match=f"{back} of {length} tokens are .* than to {own.sequence.oldest} tok"
+            ):
                 trim(back)
 
     def _cut(self, own: _Text, length: int) -> None:
@@ -324,7 +362,9 @@ class _Machine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject, extra: int, new: int) -> None:
         own = self._any(data)
         try:
-            made = own.cache.fork() if own.cache is not None else own.sequence.fork(max(1, len(own.ids) + extra))
+            made = (
+                own.cache.fork() if own.cache is not None else own.sequence.fork(max(1, len(own.ids) + extra))
+            )
         except ContextError:
             assert own.cache is None
             return
@@ -371,10 +411,16 @@ class _Machine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        """Every page is free or held, every row's bytes are those that were given, and it goes back far enough."""
+        """Every page is free or held, every row's bytes are those that were given, and it goes back far
+        enough.
+        """
         for text in getattr(self, "texts", []):
             assert (text.sequence.ids, text.sequence.length) == (text.ids, len(text.ids))
-            for length in {text.floor, *text.kept, *(len(text.ids) - back for back in (1, 18, 40, 130, 300, 600))}:
+            for length in {
+                text.floor,
+                *text.kept,
+                *(len(text.ids) - back for back in (1, 18, 40, 130, 300, 600)),
+            }:
                 if 0 < length <= len(text.ids):
                     can = length in text.kept or _is_there(text.sequence, length)
                     assert text.sequence.can_trim_to(length) == can

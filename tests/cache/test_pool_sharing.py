@@ -1,4 +1,6 @@
-"""Sequences of a pool that share pages: prefixes, forks, and what happens to a shared page that is written."""
+"""Sequences of a pool that share pages: prefixes, forks, and what happens to a shared page that is
+written.
+"""
 
 import hashlib
 from array import array
@@ -34,7 +36,9 @@ def test_a_shared_prefix_is_there_at_once_and_no_byte_is_copied(windows: Decoder
     for sequence in (first, second):
         sequence.release()
     assert pool.num_free == pool.num_pages
-    assert pool.sequence(600, TEXT[:512]).length == 0, "the windows' pages at 384 tokens were given back long ago"
+    assert pool.sequence(600, TEXT[:512]).length == 0, (
+        "the windows' pages at 384 tokens were given back long ago"
+    )
 
 
 def test_what_is_not_the_same_text_of_the_same_owner_is_not_shared(plain: Decoder) -> None:
@@ -49,7 +53,9 @@ def test_what_is_not_the_same_text_of_the_same_owner_is_not_shared(plain: Decode
     assert pool.sequence(700, TEXT[:700], salt=b"b").length == 0
     assert pool.sequence(700, TEXT[:700]).length == 0
     other = [*TEXT[:100], 1 + TEXT[100], *TEXT[101:600]]
-    assert pool.sequence(600, other, salt=b"a").length == 0, "its second page has the same tokens behind another first"
+    assert pool.sequence(600, other, salt=b"a").length == 0, (
+        "its second page has the same tokens behind another first"
+    )
     assert pool.sequence(700, [*TEXT[:200], 1, *TEXT[201:700]], salt=b"a").length == 128
 
 
@@ -134,7 +140,9 @@ def test_a_shared_page_that_is_written_is_copied(plain: Decoder) -> None:
     check_pages(pool, [parent, child])
 
 
-def test_a_page_that_only_the_index_shares_is_written_without_a_copy_where_there_is_no_room(plain: Decoder) -> None:
+def test_a_page_that_only_the_index_shares_is_written_without_a_copy_where_there_is_no_room(
+    plain: Decoder,
+) -> None:
     pool = _pool(plain, 256)  # 2 pages
     sequence = pool.sequence(256)
     prefill(plain, pool, sequence, TEXT[:256])
@@ -155,13 +163,25 @@ def test_room_is_said_with_its_numbers(plain: Decoder) -> None:
     prefill(plain, small, one, TEXT[:1])
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: pool.sequence(700), ContextError, "700 tokens need 6 more pages of 128; 5 of 8 are free"),
-        (lambda: pool.sequence(1025), ContextError, "1025 tokens is asked for; one of this pool has at most 1024"),
-        (lambda: pool.sequence(100, TEXT[:700]), ContextError, "700 tokens; max_tokens of its sequence is 100"),
+        (
+            lambda: pool.sequence(1025),
+            ContextError,
+            "1025 tokens is asked for; one of this pool has at most 1024",
+        ),
+        (
+            lambda: pool.sequence(100, TEXT[:700]),
+            ContextError,
+            "700 tokens; max_tokens of its sequence is 100",
+        ),
         (lambda: pool.sequence(0), ValueError, "max_tokens is 0; expected a positive int"),
         (lambda: sequence.fork(700), ContextError, "700 tokens need 6 more pages"),
         (other.fork, ContextError, "the pool is for 1 sequences; all of them are in use"),
         (lambda: decode(plain, small, [one], [5]), ContextError, "1 of the 1 reserved tokens are used"),
-        (lambda: prefill(plain, pool, sequence, TEXT, 129), ValueError, "129 new tokens in one step; .* takes 128"),
+        (
+            lambda: prefill(plain, pool, sequence, TEXT, 129),
+            ValueError,
+            "129 new tokens in one step; .* takes 128",
+        ),
     ]
     for use, kind, message in refused:
         with pytest.raises(kind, match=message):
@@ -202,7 +222,9 @@ def test_states_go_with_their_page_and_text() -> None:
         pages.release([page])
         index.keep(digest, Checkpoint(text := as_text(ids, b""), len(text), states=number))
         assert index.states(digest) == number
-        assert [index.kept_behind(before, [first, 2, 5]) for first in (1, 3)] == ([[2], []], [[], [1]])[number]
+        assert [index.kept_behind(before, [first, 2, 5]) for first in (1, 3)] == ([[2], []], [[], [1]])[
+            number
+        ]
     assert len(index.pages) == 1  # nobody goes on in a part of a page without states
     index.give_up(1)
     assert index.states(extended(before, [3])) is None

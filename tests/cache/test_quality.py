@@ -41,7 +41,9 @@ def exact(logprobs: Logprobs) -> mx.array:
     return logprobs(kv_bits=0)
 
 
-def test_eight_bits_cost_nothing_that_matters_and_smaller_groups_cost_less(logprobs: Logprobs, exact: mx.array) -> None:
+def test_eight_bits_cost_nothing_that_matters_and_smaller_groups_cost_less(
+    logprobs: Logprobs, exact: mx.array
+) -> None:
     formats = [(8, 8), (8, 32), (8, 64), (4, 8), (4, 64)]
     found = [_divergence(exact, logprobs(kv_bits=bits, kv_group_size=group)) for bits, group in formats]
     for mean, p99 in found[:3]:

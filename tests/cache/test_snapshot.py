@@ -103,7 +103,9 @@ def test_any_reader_reads_it(pocket: Pocket, tmp_path: Path) -> None:
     stored = load_file(path)
     assert stored["ids.0"].tolist() == IDS
     expected = dequantize(*cache.pool.layers[1].arrays, quant_bit=8, quant_group=32)[:, :, : len(IDS)]
-    values, scales = (stored[f"layers.1.sequences.0.{name}"].astype(np.float32) for name in ("cache", "scale"))
+    values, scales = (
+        stored[f"layers.1.sequences.0.{name}"].astype(np.float32) for name in ("cache", "scale")
+    )
     np.testing.assert_allclose(values * np.repeat(scales, 32, axis=-1), np.array(expected), rtol=1e-3)
     # Only rows in use are stored: 70 of 2,048.
     assert len(data) < cache.nbytes * 70 / 2048 + 20_000
@@ -113,7 +115,9 @@ def test_any_reader_reads_it(pocket: Pocket, tmp_path: Path) -> None:
 def test_of_a_window_a_file_has_the_rows_that_it_always_had(
     windows: Decoder, tmp_path: Path, length: int, lost: int
 ) -> None:
-    """Version 1: those of the window and 16 tokens before it, and of a longer text that it was, in their order."""
+    """Version 1: those of the window and 16 tokens before it, and of a longer text that it was, in their
+    order.
+    """
     cache, loaded = (windows.make_cache(900, kv_bits=0) for _ in range(2))
     windows(mx.array([TEXT[:length]]), cache=cache)
     cache.trim(lost)
@@ -168,6 +172,9 @@ def test_no_second_copy_is_held(tmp_path: Path, free: int) -> None:
     nbytes = caches[0].nbytes
     assert peak_bytes(lambda: caches[0].save(tmp_path / "saved")) < nbytes / layers * 1.5
     caches.clear()
-    assert abs(peak_bytes(lambda: caches.append(snapshot_writer.make(tokens + free, layers))) - nbytes) < nbytes * 0.02
+    assert (
+        abs(peak_bytes(lambda: caches.append(snapshot_writer.make(tokens + free, layers))) - nbytes)
+        < nbytes * 0.02
+    )
     assert peak_bytes(lambda: caches[0].load(tmp_path / "saved")) < nbytes / layers * 1.5
     assert caches[0].offset == tokens

@@ -1,4 +1,6 @@
-"""What goes wrong while a snapshot is written: the old one is there whole, or the new one is, and nothing else."""
+"""What goes wrong while a snapshot is written: the old one is there whole, or the new one is, and nothing
+else.
+"""
 
 import errno
 import fcntl
@@ -28,7 +30,9 @@ SIZES = snapshot_writer.SIZES
 
 
 def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """By SIGKILL, at any moment: one of the two loads, with its own metadata. What is left over goes with the next."""
+    """By SIGKILL, at any moment: one of the two loads, with its own metadata. What is left over goes with
+    the next.
+    """
     path, rng = tmp_path / "saved", random.Random(0)
     first, loaded = snapshot_writer.caches()[0], snapshot_writer.make()
     first.save(path, {"size": str(first.offset)})
@@ -98,7 +102,9 @@ def _small_files(limit: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fault", [0, 0.3, 0.9, 0.999, "fsync", "replace"])
-def test_a_full_disk(old: Path, cache: ModelCache, fault: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    old: Path, cache: ModelCache, fault: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_room(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -109,7 +115,9 @@ def test_a_full_disk(old: Path, cache: ModelCache, fault: float | str, monkeypat
             patch.setattr(atomic.os, fault, no_room)
         with (
             _small_files(limit),
-            pytest.raises(SnapshotError, match=r"cannot be written: .*(File too large|No space left)") as error,
+            pytest.raises(
+                SnapshotError, match=r"cannot be written: .*(File too large|No space left)"
+            ) as error,
         ):
             cache.save(old)
     assert str(error.value).startswith(f"{old}: ")
@@ -139,8 +147,11 @@ def test_folders_that_take_no_file(tmp_path: Path, cache: ModelCache, path: str,
     assert os.listdir(tmp_path) == ["file"]
 
 
-# Interrupted between a file's opening and its `with` statement, Python closes it when it is dropped, and says so.
-dropped_files = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+# Interrupted between a file's opening and its `with` statement, Python closes it when it is dropped, and says
+# so.
+dropped_files = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 def _interrupted(work: Callable[[], object], before: Callable[[], object]) -> Iterator[bool]:

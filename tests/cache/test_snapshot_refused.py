@@ -1,4 +1,6 @@
-"""Snapshots that are refused: altered, truncated, made up, or of another model or format. The cache is empty then."""
+"""Snapshots that are refused: altered, truncated, made up, or of another model or format. The cache is
+empty then.
+"""
 
 import hashlib
 import json
@@ -55,7 +57,9 @@ def _feed(cache: ModelCache, count: int) -> None:
     cache.begin(mx.zeros((1, count), mx.int32))
     for layer in cache:
         widths = layer.layer.format.head_dim, layer.layer.format.head_dim, layer.layer.format.value_head_dim
-        mx.eval(layer.attend(*[mx.random.normal((1, 1, count, width), key=mx.random.key(0)) for width in widths]))
+        mx.eval(
+            layer.attend(*[mx.random.normal((1, 1, count, width), key=mx.random.key(0)) for width in widths])
+        )
     cache.commit(ids=[list(range(count))])
 
 
@@ -141,7 +145,9 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "own", "message"), OTHERS, ids=[message for *_, message in OTHERS])
-def test_another_model_or_format(tmp_path: Path, given: dict[str, Any], own: dict[str, Any], message: str) -> None:
+def test_another_model_or_format(
+    tmp_path: Path, given: dict[str, Any], own: dict[str, Any], message: str
+) -> None:
     _cache(**given).save(tmp_path / "saved")
     _refused(tmp_path / "saved", message, _cache(**own))
 
@@ -227,7 +233,10 @@ FORGED: list[tuple[Change, str]] = [
     (_in_layer(kind="state"), "has fields of another kind"),
     (_in_layer(split_pairs=[8]), "split_pairs is"),
     (_in_layer(split_pairs=[1, 1]), "split_pairs is"),
-    (lambda header: header["__metadata__"]["cache"]["layers"][0].pop("slack"), "a layer's format has other fields"),
+    (
+        lambda header: header["__metadata__"]["cache"]["layers"][0].pop("slack"),
+        "a layer's format has other fields",
+    ),
     (_set(layers=[]), "layers is no list of formats"),
     (_set(identity={"model": "x" * 64, "tokenizer": "b" * 64}), "no SHA-256"),
     (_set(identity="aa"), "identity is no object"),
@@ -249,7 +258,9 @@ FORGED: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), FORGED, ids=[f"{i} {message}" for i, (_, message) in enumerate(FORGED)])
+@pytest.mark.parametrize(
+    ("change", "message"), FORGED, ids=[f"{i} {message}" for i, (_, message) in enumerate(FORGED)]
+)
 def test_a_strangers_file(saved: Path, change: Change, message: str) -> None:
     """Its digests are right; nothing that it claims is allocated or trusted."""
     _forge(saved, change)

@@ -31,7 +31,9 @@ SMALL = ["--prompt-tokens", "16", "-m", "8", "--repeats", "1"]
 
 
 def run(*arguments: str, in_processes: bool = False) -> subprocess.CompletedProcess[str]:
-    """The command in this process, whose signals it takes, with the engines; or they have processes, as for a user."""
+    """The command in this process, whose signals it takes, with the engines; or they have processes, as
+    for a user.
+    """
     taken = (signal.SIGTERM, signal.SIGHUP)
     usual = [signal.getsignal(number) for number in taken]
     try:
@@ -115,7 +117,16 @@ def test_streams_of_two_servers(served: tuple[str, Reply], tmp_path: Path) -> No
     url, reply = served
     reply.say(*SERVED)
     file = tmp_path / "servers.jsonl"
-    names = ["--server", f"here={url}", "--server", f"there={url}/v1", "--server-model", "a", "--server-model", "b"]
+    names = [
+        "--server",
+        f"here={url}",
+        "--server",
+        f"there={url}/v1",
+        "--server-model",
+        "a",
+        "--server-model",
+        "b",
+    ]
     done = run(*SMALL, *names, "--streams", "1,3", "--baseline", "there", "--json", "--output", str(file))
     found = [(line["engine"], [len(times) for times in line["arrivals_ms"]]) for line in read(file, "run")]
     assert found == [("here", [4]), ("there", [4]), ("here", [4] * 3), ("there", [4] * 3)]
@@ -149,7 +160,18 @@ def _wait_for(process: subprocess.Popen[str], line: str) -> None:
 
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ENDLESS = ["--engine", "kvant", "--kv-bits", "8,4", "--prompt-tokens", "32", "-m", "16", "--repeats", "100000"]
+ENDLESS = [
+    "--engine",
+    "kvant",
+    "--kv-bits",
+    "8,4",
+    "--prompt-tokens",
+    "32",
+    "-m",
+    "16",
+    "--repeats",
+    "100000",
+]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +179,9 @@ ENDLESS = ["--engine", "kvant", "--kv-bits", "8,4", "--prompt-tokens", "32", "-m
     [*((number, "command") for number in ENDING), (signal.SIGKILL, "command"), (signal.SIGKILL, "engine")],
 )
 def test_a_signal(tmp_path: Path, number: signal.Signals, victim: str) -> None:
-    """A process that is killed takes the others along; else there is the report of the runs that came to their end."""
+    """A process that is killed takes the others along; else there is the report of the runs that came to
+    their end.
+    """
     file = tmp_path / "cut.jsonl"
     command = [*COMMAND, *ENDLESS, "--output", str(file)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,6 @@
-"""The command as its user meets it: a process, its two outputs, its exit code, and what a terminal would obey."""
+"""The command as its user meets it: a process, its two outputs, its exit code, and what a terminal would
+obey.
+"""
 
 import io
 import json
@@ -28,7 +30,9 @@ from kvant.cli.terminal import escaped
 
 
 def test_version() -> None:
-    installed = subprocess.run([Path(sys.executable).with_name("kvant"), "--version"], capture_output=True, text=True)
+    installed = subprocess.run(
+        [Path(sys.executable).with_name("kvant"), "--version"], capture_output=True, text=True
+    )
     for done in (run("--version"), installed):
         assert (done.returncode, done.stdout, done.stderr) == (0, f"kvant {kvant.__version__}\n", "")
 
@@ -75,7 +79,9 @@ def test_json_lines() -> None:
     assert "generated: 25 tokens" in done.stderr
     shown = re.search(r"^latency: median ([\d.]+) ms, p95 ([\d.]+) ms a token$", done.stderr, re.MULTILINE)
     later = [record["latency_ms"] for record in records[1:]]  # the first token's time is told apart
-    assert [float(text) for text in shown.groups()] == pytest.approx(np.percentile(later, [50, 95]), abs=0.006)  # type: ignore[union-attr]
+    assert [float(text) for text in shown.groups()] == pytest.approx(
+        np.percentile(later, [50, 95]), abs=0.006
+    )  # type: ignore[union-attr]
 
 
 def test_sampling_flags_are_applied() -> None:
@@ -87,14 +93,19 @@ def test_sampling_flags_are_applied() -> None:
     assert text() == plain != text(seed="2")
     assert text("--min-p", "1") == greedy != text("--min-p", "1", "--min-tokens-to-keep", "60")
     penalty = ["--repetition-penalty", "9"]
-    assert len({greedy, text(*penalty, temp="0"), text(*penalty, "--repetition-context-size", "6", temp="0")}) == 3
+    assert (
+        len({greedy, text(*penalty, temp="0"), text(*penalty, "--repetition-context-size", "6", temp="0")})
+        == 3
+    )
     token = json.loads(text("--json", "-m", "1", temp="0"))["token"]
     assert json.loads(text("--json", "-m", "1", "--logit-bias", f"{token}:-1e9", temp="0"))["token"] != token
     assert text("--stop", greedy[20:30], temp="0") == greedy[:20] + "\n"
 
 
 def test_late_imports() -> None:
-    """The help does not wait for the engine, other commands for bench, report and pull, a benchmark for its plot."""
+    """The help does not wait for the engine, other commands for bench, report and pull, a benchmark for
+    its plot.
+    """
     late = ("kvant.tools.bench", "kvant.tools.report", "huggingface_hub", "matplotlib", "rich")
     engine = ("kvant.cache", "kvant.engine", "kvant.models", "kvant.operators", *late)
     code = f"import kvant.cli.app, sys; found = [name for name in sys.modules if name.startswith({engine})]"
@@ -173,7 +184,9 @@ def test_progress_appears_late_and_on_a_terminal(
             progress.update(done + 1, 4)
             if appears:
                 wait(
-                    lambda done=done: re.search(f"{done + 1}/4" if done < 3 else "(?s)3/4.*loading", stream.getvalue())
+                    lambda done=done: re.search(
+                        f"{done + 1}/4" if done < 3 else "(?s)3/4.*loading", stream.getvalue()
+                    )
                 )
     shown = stream.getvalue()
     assert ("loading" in shown) == ("3/4" in shown) == appears
@@ -189,7 +202,9 @@ def test_a_folder_that_transformers_wrote(case: str, tmp_path: Path, monkeypatch
     """Its tokenizer too, with no way to a network."""
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", unk_token="w0", chat_template=TEMPLATE)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="w1", unk_token="w0", chat_template=TEMPLATE
+    )
     fast.save_pretrained(tmp_path)
     shutil.copy(GOLDEN / "weights" / f"{CASES[case]}.safetensors", tmp_path / "model.safetensors")
     shutil.copy(GOLDEN / case.replace(" ", "-") / "config.json", tmp_path)

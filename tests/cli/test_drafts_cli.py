@@ -40,7 +40,12 @@ def prompts(tmp_path: Path) -> str:
 def small(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random model with pocket's tokenizer, a shorter context and heads that groups of 32 do not divide."""
     size = json.loads((pocket_folder / "config.json").read_text())["vocab_size"]
-    changes = {"vocab_size": size, "max_position_embeddings": 200, "num_attention_heads": 4, "num_key_value_heads": 2}
+    changes = {
+        "vocab_size": size,
+        "max_position_embeddings": 200,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return str(save_draft_model(tmp_path_factory.mktemp("draft") / "small", pocket_folder, **changes))
 
 
@@ -49,11 +54,16 @@ def test_from_the_prompt() -> None:
     plain, drafted = call("generate", *STORY), call("generate", *STORY, "--draft", "prompt")
     assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
     assert re.search(r"^latency: \d+\.\d\d ms a token, \d\.\d\d tokens a step$", drafted.stderr, re.MULTILINE)
-    assert re.search(r"^drafts( off)?: .*\d+ of \d+ (tokens|were) accepted, \d+ %$", drafted.stderr, re.MULTILINE)
+    assert re.search(
+        r"^drafts( off)?: .*\d+ of \d+ (tokens|were) accepted, \d+ %$", drafted.stderr, re.MULTILINE
+    )
     assert "median" not in drafted.stderr
     assert "draft" not in plain.stderr
     assert "median" in plain.stderr
-    lines = [json.loads(line) for line in call("generate", *STORY, "--json", "--draft", "prompt").stdout.splitlines()]
+    lines = [
+        json.loads(line)
+        for line in call("generate", *STORY, "--json", "--draft", "prompt").stdout.splitlines()
+    ]
     assert {line["from_draft"] for line in lines} == {False, True}
     assert "from_draft" not in json.loads(call("generate", *STORY, "--json").stdout.splitlines()[0])
     chat = ["chat", "--temp", "0", "-m", "30", "--draft"]

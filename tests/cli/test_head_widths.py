@@ -25,7 +25,8 @@ IDS = [1 + 37 * place % 1200 for place in range(60)]
 
 def _write(folder: Path, width: int) -> Any:
     _, reference = write_reference(
-        folder, llama_config(vocab_size=1280, head_dim=width, attention_bias=False, max_position_embeddings=256)
+        folder,
+        llama_config(vocab_size=1280, head_dim=width, attention_bias=False, max_position_embeddings=256),
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(find_model(POCKET) / name, folder)
@@ -48,7 +49,10 @@ def test_the_default_computes_what_mlx_lm_does(tmp_path: Path, width: int) -> No
         caches = [model.make_cache(64, kv_bits=bits), kvant.make_prompt_cache(model, 64, kv_bits=bits)]
         for cache in caches:
             assert {own.kv_group_size for own in cache.formats} == {GROUPS[width]}
-            parts = [model(mx.array([part]), cache=cache)[0] for part in (IDS[:50], *([token] for token in IDS[50:]))]
+            parts = [
+                model(mx.array([part]), cache=cache)[0]
+                for part in (IDS[:50], *([token] for token in IDS[50:]))
+            ]
             assert relative_error(mx.concatenate(parts), expected) < limit
         pool = model.make_pool(1024, sequences=2, kv_bits=bits)
         assert {own.kv_group_size for own in pool.formats} == {GROUPS[width]}
@@ -97,11 +101,17 @@ def test_reports_and_benchmarks_of_it(folder: Path, tmp_path: Path) -> None:
     done = call("bench", "--model", str(folder), *small)
     assert done.returncode == 0, done.stderr
     assert "groups of 16" in done.stderr
-    assert {own["engine"] for own in json.loads(done.stdout)} >= {"kvant full", "kvant 8-bit", "kvant 4-bit", "mlx-lm"}
+    assert {own["engine"] for own in json.loads(done.stdout)} >= {
+        "kvant full",
+        "kvant 8-bit",
+        "kvant 4-bit",
+        "mlx-lm",
+    }
 
 
 @pytest.mark.parametrize(
-    "command", ["generate Hello", "chat", "plan", "serve --port 0", "bench --engine kvant", "report --formats 8g32"]
+    "command",
+    ["generate Hello", "chat", "plan", "serve --port 0", "bench --engine kvant", "report --formats 8g32"],
 )
 def test_a_group_that_does_not_fit_names_those_that_do(folder: Path, command: str) -> None:
     group = [] if "report" in command else ["--kv-group-size", "32"]

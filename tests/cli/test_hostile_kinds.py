@@ -36,13 +36,19 @@ for kind, count in json.loads(sys.argv[2]).items():
         shutil.rmtree(folder)
 """
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(Path(kvant.__file__).parents[1]), str(Path(__file__).parents[2] / "scripts")])
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(kvant.__file__).parents[1]), str(Path(__file__).parents[2] / "scripts")]
+    )
 }
 
 
 def _run(program: str, *arguments: str) -> list[Any]:
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=600, env=ENVIRONMENT
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=ENVIRONMENT,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

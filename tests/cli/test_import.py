@@ -77,7 +77,9 @@ def test_a_name_and_a_folder_of_the_users(gguf: Path, tmp_path: Path) -> None:
     assert "no such folder" in refusal(1, "import", str(gguf), "--output", str(tmp_path / "no" / "mine"))
 
 
-@pytest.mark.parametrize("name", ["pocket", "qwen2.5-0.5b", "", "a/b", "../a", ".a", "a b", "é", "x" * 97, "-"])
+@pytest.mark.parametrize(
+    "name", ["pocket", "qwen2.5-0.5b", "", "a/b", "../a", ".a", "a b", "é", "x" * 97, "-"]
+)
 def test_names_that_are_none(gguf: Path, tmp_path: Path, name: str) -> None:
     line = refusal(2, "import", str(gguf), f"--name={name}")
     assert line.startswith("kvant: error: --name: ")
@@ -104,7 +106,9 @@ def test_a_model_of_ollama(gguf: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_model_that_is_a_file_yet(gguf: Path) -> None:
     for model in (str(gguf), "some/FILE.GGUF"):
-        assert "is a GGUF file; `kvant import FILE` makes a model folder of it" in refusal(1, "generate", model, "Hi")
+        assert "is a GGUF file; `kvant import FILE` makes a model folder of it" in refusal(
+            1, "generate", model, "Hi"
+        )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +150,9 @@ def test_a_check_without_memory(gguf: Path, tmp_path: Path, monkeypatch: pytest.
 def test_an_adapter(gguf: Path, tmp_path: Path) -> None:
     """Beside the dense values of the file by mlx-lm, and fused with what was imported by kvant."""
     call("import", str(gguf), "--output", str(tmp_path / "folder"))
-    weights = {name: decode(x, "F32" if x.ndim == 1 else "Q4_0") for name, x in random_weights(CONFIG).items()}
+    weights = {
+        name: decode(x, "F32" if x.ndim == 1 else "Q4_0") for name, x in random_weights(CONFIG).items()
+    }
     reference = mlx_lm_model(CONFIG)
     reference.load_weights([(name, mx.array(values)) for name, values in weights.items()])
     adapter = save_adapter(tmp_path / "adapter", adapter_config(), reference)
@@ -228,10 +234,20 @@ def test_an_interrupted_import_leaves_nothing(tmp_path: Path, number: int, code:
 
 
 def test_a_killed_imports_leftovers_are_removed(tmp_path: Path, gguf: Path) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "models"), str(int(signal.SIGKILL)), str(gguf)]
+    command = [
+        sys.executable,
+        "-c",
+        INTERRUPTED,
+        str(tmp_path / "models"),
+        str(int(signal.SIGKILL)),
+        str(gguf),
+    ]
     assert subprocess.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path / "models")
     assert left not in [row["name"] for row in json.loads(call("models", "--json").stdout)]
     done = call("import", str(gguf))
-    assert done.stderr.splitlines()[0] == f"{tmp_path}/models/{left}: removed; an import that was killed had left it"
+    assert (
+        done.stderr.splitlines()[0]
+        == f"{tmp_path}/models/{left}: removed; an import that was killed had left it"
+    )
     assert os.listdir(tmp_path / "models") == ["tiny-model.q4_0"]

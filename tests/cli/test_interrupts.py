@@ -45,7 +45,9 @@ def test_while_it_starts_loads_and_answers(after_s: float | None) -> None:
     assert after_s is not None or b"ended by interruption" in stderr
 
 
-@pytest.mark.parametrize("arguments", [["chat"], ["plan", "pocket"], ["models"], ["report", "--tokens", "16384"]])
+@pytest.mark.parametrize(
+    "arguments", [["chat"], ["plan", "pocket"], ["models"], ["report", "--tokens", "16384"]]
+)
 def test_other_commands(arguments: list[str]) -> None:
     with _started(START, *arguments, stdin=subprocess.PIPE) as process:
         code, _, stderr = _interrupt(process, 0.1)
@@ -73,7 +75,9 @@ mx.eval(a)
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_conversion_undoes_what_it_writes_first(number: signal.Signals, exit_code: int, tmp_path: Path) -> None:
+def test_a_conversion_undoes_what_it_writes_first(
+    number: signal.Signals, exit_code: int, tmp_path: Path
+) -> None:
     """An operation that outlasts the deadline, while a folder is half-written."""
     code = """
 import os, sys, kvant_command

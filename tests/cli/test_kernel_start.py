@@ -1,4 +1,6 @@
-"""The instances of the kernel that commands make on a GPU: when nothing is recorded, and when the trials are."""
+"""The instances of the kernel that commands make on a GPU: when nothing is recorded, and when the trials
+are.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,8 @@ from kvant.operators.kernels import attend
 
 pytestmark = host_pytest_skip
 
-QUESTION = "Tell me a story about a small fox who lives in the deep forest."  # more tokens than the kernel takes
+# more tokens than the kernel takes
+QUESTION = "Tell me a story about a small fox who lives in the deep forest."
 # Kernels, and queries of a simdgroup. Pocket has two query heads for a kv head.
 TOKEN = [("append", None), ("attend", 2), ("combine", None)]
 TRIED = [("append", None), ("attend", 2), ("attend", 4), ("combine", None)]

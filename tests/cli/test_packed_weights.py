@@ -1,4 +1,6 @@
-"""--weights: how a CPU holds quantized weights, as the plan counts, the start says and a session loads them."""
+"""--weights: how a CPU holds quantized weights, as the plan counts, the start says and a session loads
+them.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,8 @@ from support.command import call, refusal
 from kvant import blas
 
 pytestmark = pytest.mark.skipif(
-    mx.default_device().type != mx.cpu or blas.sgemv() is None, reason="only a CPU with OpenBLAS unpacks weights"
+    mx.default_device().type != mx.cpu or blas.sgemv() is None,
+    reason="only a CPU with OpenBLAS unpacks weights",
 )
 
 

@@ -50,7 +50,12 @@ def test_the_table_and_json(pocket_folder: Path) -> None:
     flags = ["plan", "pocket", "--max-kv-size", "1000", "--kv-bits", "4", "--device", "cpu", "--memory"]
     done = call(*flags, "1GB")
     assert (done.returncode, done.stderr) == (0, "")
-    sizes = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch, "total": made.total}
+    sizes = {
+        "weights": made.weights,
+        "cache": made.cache,
+        "prefill scratch": made.scratch,
+        "total": made.total,
+    }
     for name, count in (sizes | {"process": made.process, "limit": 2**30}).items():
         assert re.search(rf"^{name} +{count:,} +[\d.]+ [kMG]B", done.stdout, re.MULTILINE), name
     assert "1000 tokens at 4 bits" in done.stdout
@@ -81,8 +86,21 @@ def test_the_lines_add_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("memory", "count"), [("8GB", 0), ("2000MB", 2), ("24GB", 2)])
 def test_a_plan_that_fails_names_flags_that_fit(tmp_path: Path, memory: str, count: int) -> None:
     """Each of them, given to the same command, is a plan that fits; if none is named, none does."""
-    (tmp_path / "config.json").write_text(json.dumps(_raw("qwen2.5-0.5b" if memory == "2000MB" else "qwen2.5-7b")))
-    run = ["plan", str(tmp_path), "--device", "gpu", "--memory", memory, "--max-kv-size", "32768", "--kv-bits", "0"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(_raw("qwen2.5-0.5b" if memory == "2000MB" else "qwen2.5-7b"))
+    )
+    run = [
+        "plan",
+        str(tmp_path),
+        "--device",
+        "gpu",
+        "--memory",
+        memory,
+        "--max-kv-size",
+        "32768",
+        "--kv-bits",
+        "0",
+    ]
     done = call(*run)
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if line.startswith("does not fit: "))
@@ -126,7 +144,9 @@ def test_a_listed_model_that_was_not_pulled(monkeypatch: pytest.MonkeyPatch) -> 
     files = (SimpleNamespace(name="model.safetensors", bytes=None),)
     listed = SimpleNamespace(config=_raw("qwen2.5-0.5b"), files=files)
     monkeypatch.setattr(weights, "known_models", lambda: {"qwen2.5-0.5b": listed})
-    monkeypatch.setattr(command, "find_model", lambda name: (_ for _ in ()).throw(ModelError(f"{name} is not here")))
+    monkeypatch.setattr(
+        command, "find_model", lambda name: (_ for _ in ()).throw(ModelError(f"{name} is not here"))
+    )
     done = call("plan", "qwen2.5-0.5b", "--json", "--device", "cpu", "--memory", "8GB")
     assert done.returncode == 0
     assert json.loads(done.stdout)["bytes"]["weights"] > 494_000_000 * 4
@@ -137,10 +157,18 @@ def test_remote(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = qwen2_config()
     del raw["tie_word_embeddings"]
     untied = Checkpoint.from_facts(raw | {"tie_word_embeddings": False}).stored_bytes
-    sizes = {"config.json": 500, "a.safetensors": untied - 3000, "b.safetensors": 4000, "tokenizer.json": 10**9}
+    sizes = {
+        "config.json": 500,
+        "a.safetensors": untied - 3000,
+        "b.safetensors": 4000,
+        "tokenizer.json": 10**9,
+    }
     monkeypatch.setattr(weights, "remote_facts", {"owner/model@main": (raw, sizes)}.__getitem__)
     done = call("plan", "owner/model@main", "--remote", "--json", "--device", "gpu", "--memory", "8GB")
-    assert json.loads(done.stdout)["bytes"]["weights"] == Checkpoint.from_facts(raw, untied).loading(on_cpu=False).held
+    assert (
+        json.loads(done.stdout)["bytes"]["weights"]
+        == Checkpoint.from_facts(raw, untied).loading(on_cpu=False).held
+    )
 
 
 def test_generate_refuses_before_it_loads(small: Any, monkeypatch: Any, pocket_folder: Path) -> None:
@@ -160,7 +188,9 @@ def test_generate_refuses_before_it_loads(small: Any, monkeypatch: Any, pocket_f
     assert totals[0] <= limit < totals[1]
 
 
-def test_auto_reserves_the_longest_that_fits(small: Any, pocket_folder: Path, pocket: tuple[Decoder, Any]) -> None:
+def test_auto_reserves_the_longest_that_fits(
+    small: Any, pocket_folder: Path, pocket: tuple[Decoder, Any]
+) -> None:
     def reserved(limit_bytes: int) -> int:
         small(limit_bytes)
         done = call("generate", "Hello", "-m", "2", "--max-kv-size", "auto")
@@ -189,7 +219,9 @@ def test_memory_is_wired_when_it_is_asked_for_and_only_then(
     assert wired == [plan(Checkpoint.from_folder(pocket_folder), max_kv_size=50, device="cpu").total]
     for version, refused in (("14.7.1", True), ("15.0", False), ("26.1", False)):
         monkeypatch.setattr("platform.mac_ver", lambda version=version: (version, ("", "", ""), "arm64"))
-        with pytest.raises(BadValueError, match=r"macOS 14\.7\.1 .*expected 15") if refused else nullcontext():
+        with (
+            pytest.raises(BadValueError, match=r"macOS 14\.7\.1 .*expected 15") if refused else nullcontext()
+        ):
             session.wire(7)
     assert wired[1:] == [7, 7]
 
@@ -214,7 +246,11 @@ def test_what_is_planned_is_what_generate_reserves(tmp_path: Path) -> None:
     """To the byte, where no bias decides of tables."""
     config = qwen3_config(vocab_size=1280)
     folder = _with_pockets_tokenizer(tmp_path, config, reference_model(config))
-    for flags in (["--kv-bits", "4"], ["--max-kv-size", "auto"], ["--max-kv-size", "33", "--kv-group-size", "8"]):
+    for flags in (
+        ["--kv-bits", "4"],
+        ["--max-kv-size", "auto"],
+        ["--max-kv-size", "33", "--kv-group-size", "8"],
+    ):
         made = json.loads(call("plan", folder, "--json", *flags).stdout)
         done = call("generate", "Hello", "--model", folder, "-m", "1", *flags)
         line = f"cache: {made['max_kv_size']} tokens reserved, {made['kv_bits']} bits in groups of"
@@ -227,7 +263,9 @@ def test_what_the_weights_split_off_is_planned_again_once_it_is_known(tmp_path: 
     """Large biases in every rotary pair: their tables are many times what was guessed from config.json."""
     config = qwen2_config(vocab_size=1280)
     model = reference_model(config)
-    model.load_weights([(k, 1e4 * v) for k, v in tree_flatten(model.parameters()) if k.endswith("k_proj.bias")], False)
+    model.load_weights(
+        [(k, 1e4 * v) for k, v in tree_flatten(model.parameters()) if k.endswith("k_proj.bias")], False
+    )
     run = ["generate", "Hello", "--model", _with_pockets_tokenizer(tmp_path, config, model)]
     run += ["-m", "1", "--prefill-step-size", "8"]
     checkpoint, settings = Checkpoint.from_folder(tmp_path), Settings(prefill_step_size=8)
@@ -266,7 +304,9 @@ def machines(*sizes: int) -> list[Machine]:
 
 def test_table_and_json_have_the_numbers_of_each_machine(folder: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([{"ssh": name, "ips": [f"10.0.0.{n}"]} for n, name in enumerate(["studio", "mini"])]))
+    hosts.write_text(
+        json.dumps([{"ssh": name, "ips": [f"10.0.0.{n}"]} for n, name in enumerate(["studio", "mini"])])
+    )
     run = ("plan", folder, "--hostfile", str(hosts), "--device", "gpu", "--memory", "16GB,8GB")
     done = call(*run)
     assert (done.returncode, done.stderr) == (0, "")
@@ -324,7 +364,9 @@ def test_a_run_is_refused_with_the_numbers() -> None:
     with pytest.raises(ContextError) as refused:
         ranks_that_fit(checkpoint, settings, 32768, machines(16, 8))
     line = str(refused.value)
-    assert line.startswith(f"32768 tokens need {format_bytes(held.total)} on rank {made.fullest} of 2 with layers ")
+    assert line.startswith(
+        f"32768 tokens need {format_bytes(held.total)} on rank {made.fullest} of 2 with layers "
+    )
     assert f"{own.start} to {own.stop - 1} (weights {format_bytes(held.weights)}, cache " in line
     assert f"there are {format_bytes(made.machines[made.fullest].limit_bytes)} (" in line
     tokens = int(re.findall(r"; --max-kv-size (\d+)", line)[0])
@@ -343,7 +385,9 @@ def test_tensor_parallel_is_chosen_where_it_alone_fits() -> None:
     """A long step's scratch is that of all heads in a stage, and of some in a share."""
     checkpoint = Checkpoint.from_facts(_raw("qwen2.5-0.5b"))
     settings = Settings(prefill_step_size=8192)
-    found = [RankPlanner(checkpoint, machines(8, 8), kind, settings).plan(32768) for kind in ("pipeline", "tensor")]
+    found = [
+        RankPlanner(checkpoint, machines(8, 8), kind, settings).plan(32768) for kind in ("pipeline", "tensor")
+    ]
     most = [max(plan.total for plan in made.plans) for made in found]
     assert most[1] < most[0]
     between = [Machine("gpu", limit, limit, "a test") for limit in [sum(most) // 2] * 2]

@@ -25,7 +25,9 @@ def test_a_prompt_continues_what_the_file_holds(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     went_on = call(*GENERATE, other, "--prompt-cache-file", str(path))
     assert (went_on.returncode, went_on.stdout) == (0, plain[1])
-    held, total = map(int, re.search(r"prompt cache: (\d+) of the prompt's (\d+) tokens", went_on.stderr).groups())  # type: ignore[union-attr]
+    held, total = map(
+        int, re.search(r"prompt cache: (\d+) of the prompt's (\d+) tokens", went_on.stderr).groups()
+    )  # type: ignore[union-attr]
     assert _fed(begun.stderr) > 100
     assert _fed(went_on.stderr) == total - held < 20
     # The same again: its last token is fed for the logits.
@@ -56,7 +58,10 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     assert call(*GENERATE, "Hello!", "--prompt-cache-file", story).returncode == 0
     before = Path(chat).read_bytes()
     for arguments, words in (
-        ([*GENERATE, "Hello!", "--prompt-cache-file", chat], "it holds a conversation; kvant chat --prompt-cache-file"),
+        (
+            [*GENERATE, "Hello!", "--prompt-cache-file", chat],
+            "it holds a conversation; kvant chat --prompt-cache-file",
+        ),
         ([*CHAT, "--prompt-cache-file", story], "it holds no conversation"),
         ([*CHAT, "--prompt-cache-file", f"{folder}/none/x"], "cannot be written: there is no such folder"),
         ([*GENERATE, "Hello!", "--prompt-cache-file", f"{folder}/none/x"], "there is no such folder"),
@@ -77,12 +82,21 @@ def test_several_answers_after_what_a_file_holds(tmp_path: Path) -> None:
     assert first.returncode == 0
     assert "prompt cache: " not in first.stderr
     second = call(*flags, asked[1], "--seed", "5", "--n", "3", "--prompt-cache-file", path)
-    held, total = map(int, re.search(r"(\d+) of the prompt's (\d+) tokens are in", second.stderr).groups())  # type: ignore[union-attr]
+    held, total = map(
+        int,
+        re.search(
+            r"(\d+) of the prompt's (\d+) tokens are "
+            r"in",
+            second.stderr,
+        ).groups(),
+    )  # type: ignore[union-attr]
     assert _fed(second.stderr) == total - held < 20
     alone = [call(*flags, asked[1], "--seed", str(5 + number), "-q").stdout for number in range(3)]
     assert second.stdout == "\n".join(alone)
     # The file holds the last answer.
-    again = call(*flags, asked[1] + alone[2].removesuffix("\n"), "--ignore-chat-template", "--prompt-cache-file", path)
+    again = call(
+        *flags, asked[1] + alone[2].removesuffix("\n"), "--ignore-chat-template", "--prompt-cache-file", path
+    )
     assert again.returncode == 0
     third = call(*flags, asked[1], "--seed", "7", "--prompt-cache-file", path)
     assert third.stdout == alone[2]
@@ -104,7 +118,9 @@ def test_several_answers() -> None:
     done = call(*flags, "--n", "3")
     assert len(set(alone)) == 3
     assert done.stdout == "\n".join(alone)  # an empty line between two
-    assert re.findall(r"^--- \d of \d ---$", done.stderr, re.MULTILINE) == [f"--- {i} of 3 ---" for i in (1, 2, 3)]
+    assert re.findall(r"^--- \d of \d ---$", done.stderr, re.MULTILINE) == [
+        f"--- {i} of 3 ---" for i in (1, 2, 3)
+    ]
     assert done.stderr.count("prompt: ") == 1
     assert done.stderr.count("generated: ") == 3
     lines = [json.loads(line) for line in call(*flags, "--n", "3", "--json", "-q").stdout.splitlines()]

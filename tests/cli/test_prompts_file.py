@@ -44,13 +44,18 @@ def test_what_a_line_asks_for(tmp_path: Path) -> None:
     assert (first.id, first.prompt, first.max_tokens, first.stop) == (1, "Hello!", None, None)
     assert (first.sampling, first.has_seed) == (SamplingOptions(), False)
     assert (second.id, second.prompt, second.max_tokens, second.stop) == ("a", messages, 7, ["\n", "."])
-    assert (second.sampling, second.has_seed) == (SamplingOptions(temp=1.0, seed=5, logit_bias={42: -5.0}), True)
+    assert (second.sampling, second.has_seed) == (
+        SamplingOptions(temp=1.0, seed=5, logit_bias={42: -5.0}),
+        True,
+    )
     assert (third.id, third.prompt) == (4, "one\u2028two\x85")
     assert (fourth.id, fourth.where.endswith("prompts.jsonl: line 6")) == (0, True)
 
 
 def test_a_lines_options_go_before_the_flags(tmp_path: Path) -> None:
-    """What the flags say beside a line's temp of 0 would have no effect, and nobody asked for the two together."""
+    """What the flags say beside a line's temp of 0 would have no effect, and nobody asked for the two
+    together.
+    """
     flags = SamplingOptions(temp=0.7, top_p=0.9, seed=3, repetition_penalty=1.1, repetition_context_size=8)
     lines = [{}, {"temp": 0}, {"top_p": 0.5, "seed": 9}, {"repetition_penalty": 1}]
     plain, greedy, other, free = read(tmp_path, *(PROMPT | line for line in lines), flags=flags)
@@ -68,8 +73,14 @@ REFUSED: list[tuple[Any, str]] = [
     ("Hello!", 'it is \'Hello!\'; expected an object, such as {"prompt": "Hi!"}'),
     ({}, f"it has neither of prompt and messages; {NONE_GIVEN}"),
     (b'{"prompt": "\\ud800"}', "prompt is .*; expected Unicode, without half of a surrogate pair"),
-    ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] has None as its content; expected text"),
-    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, r"messages\[0\] has 'name'; expected role, con"),
+    (
+        {"messages": [{"role": "user", "content": None}]},
+        r"messages\[0\] has None as its content; expected text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+        r"messages\[0\] has 'name'; expected role, con",
+    ),
     (PROMPT | {"max_token": 3}, "it has 'max_token'; did you mean 'max_tokens'"),
     (PROMPT | {"stop": [""]}, r"stop is \[''\]; expected text or a list of texts, none empty"),
     (PROMPT | {"temp": 10**400}, "temp has a number of more than 308 digits; expected a smaller one"),
@@ -85,20 +96,27 @@ def test_a_line_that_is_refused(record: Any, words: str, tmp_path: Path) -> None
 
 
 def test_every_option_of_sampling_can_be_a_lines(tmp_path: Path) -> None:
-    values = {name: 1 if "size" in name or name in ("top_k", "min_tokens_to_keep") else 0.5 for name in OPTIONS}
+    values = {
+        name: 1 if "size" in name or name in ("top_k", "min_tokens_to_keep") else 0.5 for name in OPTIONS
+    }
     (line,) = read(tmp_path, PROMPT | values | {"seed": 4, "temp": 2})
     assert line.sampling == SamplingOptions(**values | {"seed": 4, "temp": 2.0})  # type: ignore[arg-type]
 
 
 def test_files_that_are_refused(tmp_path: Path) -> None:
     for records, words in (
-        ([PROMPT | {"id": "a"}, PROMPT | {"id": "a"}], "line 2: id is 'a', as that of line 1; expected one a line"),
+        (
+            [PROMPT | {"id": "a"}, PROMPT | {"id": "a"}],
+            "line 2: id is 'a', as that of line 1; expected one a line",
+        ),
         ([PROMPT | {"id": 3}, PROMPT, PROMPT], "line 3: id is 3, as that of line 1"),  # its number
         ([b"\n \n"], r"prompts\.jsonl: it has no prompt; expected an object of JSON a line"),
     ):
         with pytest.raises(BadValueError, match=words):
             read(tmp_path, *records)
-    with pytest.raises(BadValueError, match="--prompts-file is empty; expected a file, or - for standard input"):
+    with pytest.raises(
+        BadValueError, match="--prompts-file is empty; expected a file, or - for standard input"
+    ):
         read_lines("", SamplingOptions())
     for path in ("none.jsonl", "", "a\0b"):
         with pytest.raises(PromptError, match=r"cannot be read: |not a regular file"):
@@ -108,7 +126,10 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 LINES: list[dict[str, Any]] = [
     {"prompt": QUESTION, "max_tokens": 30},
     {"prompt": "Who helped Pip?", "id": "short", "temp": 0},
-    {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}], "stop": "!"},
+    {
+        "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}],
+        "stop": "!",
+    },
     {"prompt": "What is your name?", "seed": 9, "top_p": 0.5, "id": 77},
     {"prompt": "Thank you! " * 30, "repetition_penalty": 1.3},
 ]
@@ -148,9 +169,13 @@ def test_answers_are_those_of_each_prompt_alone(path: str, alone: list[str]) -> 
     assert all(0 < record["first_token_ms"] <= record["latency_ms"] for record in records)
     assert records[4]["prompt_tokens"] > 60
     # The two longest: the last prompt takes two pages.
-    assert re.search(r"^cache: 384 tokens reserved for 2 sequences at once, float32, [\d.]+ MB$", done.stderr, re.M)
+    assert re.search(
+        r"^cache: 384 tokens reserved for 2 sequences at once, float32, [\d.]+ MB$", done.stderr, re.M
+    )
     assert "seed 5 (given), where a line says nothing else" in done.stderr
-    fed, generated = (sum(record[key] for record in records) for key in ("prompt_tokens", "generation_tokens"))
+    fed, generated = (
+        sum(record[key] for record in records) for key in ("prompt_tokens", "generation_tokens")
+    )
     assert f"prompts: 5 of 5 answered, {fed} tokens fed" in done.stderr
     assert f"generated: {generated} tokens in " in done.stderr
 
@@ -159,7 +184,9 @@ def test_texts_one_after_another(path: str, alone: list[str]) -> None:
     done = call(*FLAGS, "--prompts-file", "-", stdin=Path(path).read_text())
     assert done.stdout == "\n".join(alone)  # an empty line between two
     assert re.findall(r"^--- (.*) ---$", done.stderr, re.MULTILINE) == ["1", "short", "3", "77", "5"]
-    escaped = call(*FLAGS, "--prompts-file", "-", "-m", "1", stdin='{"prompt": "Hi", "id": "a\\n\\u001b[31m"}')
+    escaped = call(
+        *FLAGS, "--prompts-file", "-", "-m", "1", stdin='{"prompt": "Hi", "id": "a\\n\\u001b[31m"}'
+    )
     assert "--- a\\n\\x1b[31m ---\n" in escaped.stderr
     assert "cut at --max-tokens 30" in done.stderr
     assert call(*FLAGS, "--prompts-file", path, "-q").stdout == done.stdout
@@ -170,7 +197,9 @@ def test_deterministic_alone_and_in_company(path: str, tmp_path: Path) -> None:
     together = call(*flags, "--seed", "5", "--prompts-file", path)
     single = call(*flags, "--seed", "5", QUESTION, "-q", "-m", "30")
     assert together.stdout.startswith(single.stdout)
-    assert call(*flags, "--seed", "4", QUESTION, "-q", "-m", "30", "--n", "2").stdout.endswith(f"\n\n{single.stdout}")
+    assert call(*flags, "--seed", "4", QUESTION, "-q", "-m", "30", "--n", "2").stdout.endswith(
+        f"\n\n{single.stdout}"
+    )
 
 
 def test_kernels_are_the_pools(path: str, fused_calls: list[Any]) -> None:
@@ -185,8 +214,14 @@ def test_kernels_are_the_pools(path: str, fused_calls: list[Any]) -> None:
     ("line", "words"),
     [
         ({"prompt": "a", "temp": -1}, "line 6: temp is -1"),
-        ({"prompt": "a", "logit_bias": {"99999": 1}}, "line 6: logit_bias has token 99999; the model knows 0 to"),
-        ({"messages": [{"role": "tool", "content": "a"}], "top_k": 99999}, "line 6: top_k is 99999; expected at most"),
+        (
+            {"prompt": "a", "logit_bias": {"99999": 1}},
+            "line 6: logit_bias has token 99999; the model knows 0 to",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "a"}], "top_k": 99999},
+            "line 6: top_k is 99999; expected at most",
+        ),
     ],
 )
 def test_a_bad_line_ends_it_before_anything_is_generated(line: dict[str, Any], words: str, path: str) -> None:
@@ -197,7 +232,9 @@ def test_a_bad_line_ends_it_before_anything_is_generated(line: dict[str, Any], w
 def test_a_pool_that_does_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many at once would fit, and they do; one more does not."""
     limit = 245_000_000
-    monkeypatch.setattr(session, "this_machine", lambda device=None: Machine("cpu", 2 * limit, limit, "a machine"))
+    monkeypatch.setattr(
+        session, "this_machine", lambda device=None: Machine("cpu", 2 * limit, limit, "a machine")
+    )
     Path(path).write_text("\n".join(json.dumps({"prompt": QUESTION, "id": n}) for n in range(8)))
     flags = ["generate", "--prompts-file", path, "--stop", "a", "-m", "1900"]
     error = refusal(1, *flags)

@@ -72,7 +72,9 @@ def test_a_server(tmp_path: Path) -> None:
             body = COMPLETIONS.body("Once upon a time", 20, temperature=1, seed=seed, top_p=1, top_k=0)
             text = client.post(COMPLETIONS.path, json=body).json()["choices"][0]["text"]
             sampler = make_sampler(temp=1.0, seed=seed)
-            assert text == kvant.generate(*kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler)
+            assert text == kvant.generate(
+                *kvant.load("pocket"), body["prompt"], max_tokens=20, sampler=sampler
+            )
         server.terminate()
         assert server.wait(60) in (0, 143)
 
@@ -151,7 +153,16 @@ def test_ranks_of_a_host_file(tmp_path: Path) -> None:
     hosts = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "mac2", "ips": ["192.0.2.1"]}]
     path = tmp_path / "hosts.json"
     path.write_text(json.dumps({"backend": "ring", "envs": ["TEXT=a b"], "hosts": hosts}))
-    flags = ["--hostfile", str(path), "-p", "5001", "--python", str(tmp_path / "python"), "--cwd", str(tmp_path)]
+    flags = [
+        "--hostfile",
+        str(path),
+        "-p",
+        "5001",
+        "--python",
+        str(tmp_path / "python"),
+        "--cwd",
+        str(tmp_path),
+    ]
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     done = run("launch", *flags, "kvant", "generate", "it's", "-n", **environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -170,7 +181,9 @@ def test_one_rank_is_the_command_alone() -> None:
 
 def rank_of(process: int) -> int:
     """Threads of MLX's launcher start the ranks, in any order."""
-    shown = subprocess.run(["ps", "eww", "-o", "command=", "-p", str(process)], capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["ps", "eww", "-o", "command=", "-p", str(process)], capture_output=True, text=True
+    ).stdout
     return int(shown.partition(" MLX_RANK=")[2].split()[0])
 
 
@@ -185,12 +198,16 @@ def rank_of(process: int) -> int:
         (False, signal.SIGKILL, None, -9, ""),
     ],
 )
-def test_all_end(begun: bool, sign: signal.Signals, to: int | None, code: int, line: str, tmp_path: Path) -> None:
+def test_all_end(
+    begun: bool, sign: signal.Signals, to: int | None, code: int, line: str, tmp_path: Path
+) -> None:
     """A signal to a rank or to the launcher, when rank 0 answers or when processes have only just started."""
     command, said = [*COMMAND, "launch", "-n", "2", "--", *LONG], tmp_path / "said"
     with (
         said.open("w") as written,
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=written) as launcher,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=written
+        ) as launcher,
     ):
         ranks: list[int] = []
         try:

@@ -1,4 +1,6 @@
-"""Command lines that are refused: one line that names the flag or the file, before anything starts or is written."""
+"""Command lines that are refused: one line that names the flag or the file, before anything starts or is
+written.
+"""
 
 import json
 import os
@@ -41,12 +43,18 @@ USAGE = [
     ("convert --mlx-path x -q", "no SOURCE"),
     ("convert --hf-path pocket --model pocket x -q", "the model is given twice"),
     ("convert pocket x --mlx-path y -q", "DEST is given twice"),
-    ("convert --hf-path pocket --mlx-path x", "--hf-path is mlx_lm.convert's, which does not quantize without -q"),
+    (
+        "convert --hf-path pocket --mlx-path x",
+        "--hf-path is mlx_lm.convert's, which does not quantize without -q",
+    ),
     ("convert pocket x -q --bits 0 --dtype float16", "--bits is 0, which does not quantize, but --quantize"),
     ("convert pocket x --mode gptq", "--mode is 'gptq'; expected affine, mxfp4, mxfp8, nvfp4"),
     ("convert pocket x --dtype int8", "--dtype is 'int8'; expected float16, bfloat16, float32"),
     ("convert pocket x --bits 0", "--bits is 0, which changes nothing without --dtype"),
-    ("convert pocket x --bits 0 --dtype float16 --group-size 32", "--group-size is 32, but 0 bits do not quantize"),
+    (
+        "convert pocket x --bits 0 --dtype float16 --group-size 32",
+        "--group-size is 32, but 0 bits do not quantize",
+    ),
     # The flags of a run.
     ("serve --port 0 --kv-group-size 7", "--kv-bits 8 --kv-group-size 7: "),
     ("generate a --kv-bits 0 --kv-group-size 8", "--kv-group-size is 8, but --kv-bits 0 does not quantize"),
@@ -60,7 +68,10 @@ USAGE = [
     ("generate a --stop ''", "--stop is empty"),
     ("generate a --extra-eos-token 'two words'", "--extra-eos-token is 'two words', which is "),
     ("generate a --extra-eos-token 77777", "--extra-eos-token is 77777; the model knows 0 to "),
-    ("generate a --extra-eos-token I --ignore-eos", "--extra-eos-token ends a text, and --ignore-eos goes on"),
+    (
+        "generate a --extra-eos-token I --ignore-eos",
+        "--extra-eos-token ends a text, and --ignore-eos goes on",
+    ),
     ("generate a --prefill-response b --ignore-chat-template", "--prefill-response needs the chat template"),
     ("serve --port 0 --chat-template-config '{\"none\": 1}'", "has 'none', which the chat template does not"),
     ("chat --chat-template-config '{\"messages\": []}'", "has 'messages', which kvant sets itself"),
@@ -73,7 +84,10 @@ USAGE = [
     # Several answers, and several prompts.
     ("generate a --n 2 --temp 0", "--n is 2; with --temp 0 every answer is the same"),
     ("generate a --sequences 2", "--sequences is 2, which has no effect"),
-    (f"generate --prompts-file prompts --sequences {'9' * 20}", f"--sequences is {'9' * 20}; expected at most"),
+    (
+        f"generate --prompts-file prompts --sequences {'9' * 20}",
+        f"--sequences is {'9' * 20}; expected at most",
+    ),
     ("generate --prompts-file prompts --prompt-cache-file x", "--prompt-cache-file is 'x'; beside"),
     ("generate pocket a --prompts-file prompts", "as an argument and with --prompts-file"),
     ("generate --prompts-file prompts --ignore-chat-template", "prompts: line 3: messages are given"),
@@ -99,7 +113,10 @@ USAGE = [
     ("launch -n 2 --hostfile x generate", "both -n and --hostfile"),
     ("launch -n 0 generate", "--ranks is 0; expected 1 to 64"),
     ("launch --hostfile other-hosts generate", "rank 0: ssh is 'a\\x00b'"),
-    ("serve --host 0.0.0.0", "--host is 0.0.0.0, which other machines reach; it is refused without --api-key-file"),
+    (
+        "serve --host 0.0.0.0",
+        "--host is 0.0.0.0, which other machines reach; it is refused without --api-key-file",
+    ),
     ("serve --host 'a b'", "--host is 'a b'"),
     ("serve --port 65536", "--port is 65536; expected 0 to 65535"),
     ("serve --sequences 257", "--sequences is 257; expected 1 to 256"),
@@ -157,16 +174,25 @@ FAILURES = [
     ("generate a --model '~nosuchuser/x'", "is not a folder"),
     (f"generate a --model {'x' * 5000}", "is not a folder"),
     ("generate a --draft-model ./none", "model './none' is not a folder"),
-    *((f"{command} none", "model 'none' is not a folder") for command in ("chat", "plan", "serve --port 0", "report")),
+    *(
+        (f"{command} none", "model 'none' is not a folder")
+        for command in ("chat", "plan", "serve --port 0", "report")
+    ),
     *((f"{command} none x", "model 'none' is not a folder") for command in ("convert", "convert --model")),
     ("bench none", "model 'none' is not a folder"),
     ("plan 'a b' --remote", "'a b' is no known model"),
-    *((f"{each} --adapter-path no/such", "adapter 'no/such' is not a folder") for each in ("plan", "serve", "report")),
+    *(
+        (f"{each} --adapter-path no/such", "adapter 'no/such' is not a folder")
+        for each in ("plan", "serve", "report")
+    ),
     ("plan --adapter-path .", "no adapters.safetensors; an adapter folder"),
     ("serve --port 0 --host 192.0.2.1 --api-key-file keys", "cannot listen on 192.0.2.1 port 0: "),
     ("report --text none.txt", "none.txt: cannot be read: No such file"),
     ("generate -q --prompts-file prompts --max-kv-size 20", "prompts: line 3: the prompt has "),
-    ("generate --prompts-file prompts --max-kv-size 9999", "--max-kv-size is 9999; the model's context is 2048"),
+    (
+        "generate --prompts-file prompts --max-kv-size 9999",
+        "--max-kv-size is 9999; the model's context is 2048",
+    ),
 ]
 REFUSED = [
     *((2, *each) for each in USAGE),
@@ -184,7 +210,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("code", "line", "words"), REFUSED, ids=[line[:60] for _, line, _ in REFUSED])
-def test_a_command_line(code: int, line: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_line(
+    code: int, line: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     if line.startswith("bench"):
         monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process is started"))
@@ -225,7 +253,9 @@ def test_a_link_and_a_home_are_followed(tmp_path: Path, monkeypatch: pytest.Monk
         read_given("~nobodyhere/link", 4)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"two words", b"schl\xc3\xbcssel", b"ok\nk\x00ey", b"x" * 1001])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n \r\n", b"two words", b"schl\xc3\xbcssel", b"ok\nk\x00ey", b"x" * 1001]
+)
 def test_files_that_hold_no_keys(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(content)
     error = refusal(2, "serve", "--port", "0", "--api-key-file", str(tmp_path / "keys"))

@@ -1,4 +1,6 @@
-"""Commands on a simulated Mac (support/simulated_mac): Python shows them nothing of Linux. They compute on the CPU."""
+"""Commands on a simulated Mac (support/simulated_mac): Python shows them nothing of Linux. They compute on
+the CPU.
+"""
 
 import json
 import os
@@ -62,7 +64,11 @@ class Mac:
         self.home.mkdir(parents=True)
         (self.home / "A folder").mkdir()
         (self.home / "A folder" / "Note").write_text("kept")
-        self.environment = {"HOME": str(self.home), "PYTHONPATH": str(SIMULATION), "SIMULATED_MAC": str(self._log)}
+        self.environment = {
+            "HOME": str(self.home),
+            "PYTHONPATH": str(SIMULATION),
+            "SIMULATED_MAC": str(self._log),
+        }
 
     def ran(self, *programs: str) -> bool:
         """Whether all these were simulated since the last call: each is a part of a process's command."""
@@ -90,7 +96,9 @@ def answer() -> str:
 def test_the_simulation_holds_in_a_process_and_in_its_children(mac: Mac) -> None:
     def seen(code: str, **environment: str) -> dict[str, object]:
         command = [*AS_MACOS_STARTS, sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=os.environ | environment
+        )
         return dict(json.loads(done.stdout))
 
     assert seen(PROBE) == seen(CHILD) == SEEN
@@ -118,7 +126,9 @@ def test_a_template_that_takes_all_memory(mac: Mac, pocket_folder: Path) -> None
 def test_chat_on_a_terminal(mac: Mac, answer: str) -> None:
     with Terminal("chat", *TWENTY) as chat:
         for tokens, line in (("0", QUESTION), (r"[1-9]\d*", "/exit")):
-            chat.wait(lambda tokens=tokens: re.search(rf"pocket · {tokens}/2048", "\n".join(chat.lines)) is not None)
+            chat.wait(
+                lambda tokens=tokens: re.search(rf"pocket · {tokens}/2048", "\n".join(chat.lines)) is not None
+            )
             chat.press(line)
             chat.wait_for(f"> {line}")
             chat.press("\r")
@@ -147,14 +157,21 @@ def test_serve(mac: Mac, answer: str) -> None:
 
 def resource_limit(process: int) -> int:
     """How many files a process may open."""
-    (line,) = [line for line in Path(f"/proc/{process}/limits").read_text().splitlines() if "open files" in line]
+    (line,) = [
+        line for line in Path(f"/proc/{process}/limits").read_text().splitlines() if "open files" in line
+    ]
     return int(line.split()[3])
 
 
 def test_pull(mac: Mac, machine: Machine, hub: Hub, answer: str) -> None:
-    system = mac.environment | {"PYTHONPATH": f"{SIMULATION}:{machine.environment['PYTHONPATH']}", "XDG_CACHE_HOME": ""}
+    system = mac.environment | {
+        "PYTHONPATH": f"{SIMULATION}:{machine.environment['PYTHONPATH']}",
+        "XDG_CACHE_HOME": "",
+    }
     folder = machine.pull(REPOSITORY, **system)
-    assert [path.name for path in (mac.home / ".cache/kvant/weights").iterdir()] == ["somebody--small-model.json"]
+    assert [path.name for path in (mac.home / ".cache/kvant/weights").iterdir()] == [
+        "somebody--small-model.json"
+    ]
     for name in ("config.json", "other.safetensors"):  # as on a disk that holds no attributes, such as exFAT
         (folder / f"._{name}").write_bytes(b"\0\5\26\7")
     done = machine.run("generate", QUESTION, "--model", REPOSITORY, *TWENTY, **system)

@@ -1,4 +1,6 @@
-"""The first minutes with the command: what is piped, sampled and said about it; the config file and the environment."""
+"""The first minutes with the command: what is piped, sampled and said about it; the config file and the
+environment.
+"""
 
 import json
 import os
@@ -27,14 +29,19 @@ def test_piped_text_goes_before_the_argument() -> None:
     whole = call("generate", f"{piped}\n\n{question}", *FIXED).stdout
     assert call("generate", question, *FIXED, stdin=f"{piped}\n").stdout == whole
     assert call("generate", "--prompt", question, *FIXED, stdin=piped).stdout == whole
-    plain, exact = (call("generate", *which, "-m", "1", stdin=f"{question}\n\n\n").stderr for which in ([], ["-"]))
+    plain, exact = (
+        call("generate", *which, "-m", "1", stdin=f"{question}\n\n\n").stderr for which in ([], ["-"])
+    )
     counts = [int(re.search(r"prompt: (\d+) tokens", said)[1]) for said in (plain, exact)]  # type: ignore[index]
     assert counts[0] < counts[1]
 
 
 def test_a_pipe_that_stays_open_is_waited_for_and_named() -> None:
     command = subprocess.Popen(
-        [*COMMAND, "generate", QUESTION, "-q", "-m", "2"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*COMMAND, "generate", QUESTION, "-q", "-m", "2"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert "waiting for the end of standard input" in command.stderr.readline()
     command.communicate("Once.", timeout=60)
@@ -57,7 +64,10 @@ def test_the_models_own_options_are_used_and_named(model: Path) -> None:
     of_file = "repetition penalty 1.3 (generation_config.json)"
     assert sampling_of("--temp", "0", "--model", str(model)) == f"temperature 0 (given), {of_file}"
     given = "temperature 0.6 (generation_config.json), top-p 0.5 (given)"
-    assert sampling_of("--top-p", "0.5", "--seed", "7", "--model", str(model)) == f"{given}, {of_file}, seed 7 (given)"
+    assert (
+        sampling_of("--top-p", "0.5", "--seed", "7", "--model", str(model))
+        == f"{given}, {of_file}, seed 7 (given)"
+    )
     _says(model)
     assert sampling_of("--model", str(model)) == "temperature 0 (default)"
     assert sampling_of("--seed", "7", "--model", str(model)) == "temperature 1 (default), seed 7 (given)"
@@ -92,7 +102,11 @@ def test_the_command_alone_and_its_summaries_fit_a_terminal() -> None:
 
 def test_one_argument_beside_a_prompt_of_a_flag_is_the_model() -> None:
     whole = call("generate", QUESTION, *FIXED).stdout
-    for arguments in (["pocket", QUESTION], ["pocket", "--prompt", QUESTION], [QUESTION, "--model", "pocket"]):
+    for arguments in (
+        ["pocket", QUESTION],
+        ["pocket", "--prompt", QUESTION],
+        [QUESTION, "--model", "pocket"],
+    ):
         assert call("generate", *arguments, *FIXED).stdout == whole
     assert call("generate", "pocket", "-", *FIXED, stdin=QUESTION).stdout == whole
     assert call("generate", "--prompt", "pocket", *FIXED).returncode == 0
@@ -105,7 +119,9 @@ def test_an_answer_begins_as_it_is_told_to() -> None:
     template = load_tokenizer(find_model(POCKET)).apply_chat_template
     messages = [{"role": "user", "content": QUESTION}]
     prompt = template(messages, tokenize=False, add_generation_prompt=True) + begun
-    assert call("generate", prompt, *FIXED, "--ignore-chat-template").stdout == done.stdout.removeprefix(begun)
+    assert call("generate", prompt, *FIXED, "--ignore-chat-template").stdout == done.stdout.removeprefix(
+        begun
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
@@ -137,7 +153,9 @@ def test_variables_of_the_chat_template(command: str, model: Path) -> None:
     path.write_text(json.dumps(settings | {"chat_template": template}))
 
     def text(*flags: str) -> subprocess.CompletedProcess[str]:
-        return call(command, "--model", str(model), "-q", "--temp", "0", "-m", "30", *flags, stdin=f"{QUESTION}\n")
+        return call(
+            command, "--model", str(model), "-q", "--temp", "0", "-m", "30", *flags, stdin=f"{QUESTION}\n"
+        )
 
     plain = text("--chat-template-config", '{"thank": false}').stdout
     assert text().stdout == plain != text("--chat-template-config", '{"thank": true}').stdout
@@ -151,7 +169,11 @@ def test_a_shell_completes_commands_flags_and_models() -> None:
         return subprocess.run([Path(sys.executable).with_name("kvant")], capture_output=True, text=True)
 
     def completed(line: str, ask: Callable[[], subprocess.CompletedProcess[str]] = call) -> list[str]:
-        words = {"_KVANT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        words = {
+            "_KVANT_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split(" ")) - 1),
+        }
         with patch.dict(os.environ, words):
             done = ask()
         assert (done.returncode, done.stderr) == (0, "")
@@ -184,9 +206,13 @@ def test_a_flag_wins_over_a_preset_over_the_file_over_the_model(write: Write) ->
     write("temp = 0.4\ntop-p = 0.6\nseed = 5\n[generate]\ntemp = 0.5\n[presets.poet]\ntop-p = 0.7\n")
     poet = ["--preset", "poet"]
     assert sampling_of() == "temperature 0.5, top-p 0.6, seed 5 (config.toml)"
-    assert sampling_of(*poet) == "temperature 0.5 (config.toml), top-p 0.7 (preset poet), seed 5 (config.toml)"
+    assert (
+        sampling_of(*poet) == "temperature 0.5 (config.toml), top-p 0.7 (preset poet), seed 5 (config.toml)"
+    )
     assert "top-p 0.8 (given)" in sampling_of(*poet, "--top-p", "0.8")
-    assert sampling_of("--temp", "-0.0") == "temperature 0 (given)", "what the file says without effect is dropped"
+    assert sampling_of("--temp", "-0.0") == "temperature 0 (given)", (
+        "what the file says without effect is dropped"
+    )
     chat = call("chat", "-m", "1", stdin="Hi\n/stats\n").stderr
     assert "sampling: temperature 0.4, top-p 0.6, seed 5 (config.toml)" in chat
 
@@ -278,9 +304,18 @@ def test_the_command_shows_it(write: Write) -> None:
         ("[presets]\na = 5", "presets.a is 5; expected a table, [presets.a]"),
         ("temp 1", "config.toml: not TOML: "),
         (f"max-tokens = {10**23}", f"max-tokens is '{10**23}'; expected a number of 64 bits"),
-        (f"max-kv-size = 0x{'f' * 9000}", "max-kv-size is 'a number of thousands of digits'; expected a number of 64"),
-        ("temp = -1", "--temp is -1.0; expected 0, or from 0.001 on, at most 1e+20; --temp is from config.toml"),
-        ("temp = 0\nseed = 1", "--seed is 1, which has no effect at temperature 0; --seed is from config.toml"),
+        (
+            f"max-kv-size = 0x{'f' * 9000}",
+            "max-kv-size is 'a number of thousands of digits'; expected a number of 64",
+        ),
+        (
+            "temp = -1",
+            "--temp is -1.0; expected 0, or from 0.001 on, at most 1e+20; --temp is from config.toml",
+        ),
+        (
+            "temp = 0\nseed = 1",
+            "--seed is 1, which has no effect at temperature 0; --seed is from config.toml",
+        ),
         ("chat-template-config = '{'", "--chat-template-config is '{': not JSON"),
         ("preset = 'a'\n[presets.b]\ntemp = 1", "--preset is 'a'; "),
     ],

@@ -1,4 +1,6 @@
-"""Errors and interruptions of answers: whose they are, and what is left; logits that are no numbers among them."""
+"""Errors and interruptions of answers: whose they are, and what is left; logits that are no numbers among
+them.
+"""
 
 import math
 from copy import copy
@@ -53,7 +55,9 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(("options", "message"), FAILING.values(), ids=FAILING)
-def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any], message: str, later: bool) -> None:
+def test_a_request_that_fails_fails_alone(
+    pocket: Pocket, options: dict[str, Any], message: str, later: bool
+) -> None:
     (name, given), calls = next(iter(options.items())), []
     fails = given if callable(given) else given[0]
 
@@ -78,7 +82,9 @@ def test_a_request_that_fails_fails_alone(pocket: Pocket, options: dict[str, Any
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 6, 7])
-def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+def test_a_step_that_fails_ends_the_requests_in_it(
+    pocket: Pocket, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
     model, _ = pocket
     scheduler, pool = scheduler_of(model)
     real, calls = model.next_logits, [0]
@@ -90,8 +96,8 @@ def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: 
         return real(inputs, cache)
 
     monkeypatch.setattr(model, "next_logits", next_logits)
-    # 1 feeds the first, 2 the second, 3 tokens of both, 4 the third, 5 tokens of all, and 6 the next ones, before those
-    # were read.
+    # 1 feeds the first, 2 the second, 3 tokens of both, 4 the third, 5 tokens of all, and 6 the next ones,
+    # before those were read.
     told = run_all(scheduler, LONG)
     failed = LONG[slice(*{1: (0, 1), 2: (1, 2), 3: (0, 2), 4: (2, 3)}.get(at, (0, 3)))]
     assert [request for request in LONG if str(told[request][-1].error) == "no memory"] == failed
@@ -107,7 +113,9 @@ def test_a_step_that_fails_ends_the_requests_in_it(pocket: Pocket, monkeypatch: 
 def test_an_interruption_ends_all_and_the_scheduler_goes_on(
     pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, drafting: bool
 ) -> None:
-    """At any line. In the middle of a pool's own bookkeeping a page may be lost, but no sequence stays open."""
+    """At any line. In the middle of a pool's own bookkeeping a page may be lost, but no sequence stays
+    open.
+    """
     model = pocket[0]
     pools: list[Any] = []
 
@@ -117,7 +125,9 @@ def test_an_interruption_ends_all_and_the_scheduler_goes_on(
         drafts = ModelDrafts(model=model).beside(pool) if drafting else None
         pools[:] = [pool, drafts.pool] if drafts else [pool]
         options: list[tuple[list[int], int, int]] = [(heldout_ids[:140], 6, 2), ([5, 6], 9, 1)]
-        return scheduler, [Request(ids, tokens, answers=answers, drafts=drafts) for ids, tokens, answers in options]
+        return scheduler, [
+            Request(ids, tokens, answers=answers, drafts=drafts) for ids, tokens, answers in options
+        ]
 
     counting = Interruption(0)
     counting.of(partial(run_all, *made()))
@@ -133,7 +143,11 @@ def test_an_interruption_ends_all_and_the_scheduler_goes_on(
 
 
 PROMPT = [300, 301, 302, 300, 301, 302, 300, 301]
-SAMPLERS = {"greedy": None, "drawn": make_sampler(1.0, seed=1), "filtered": make_sampler(0.7, 0.9, top_k=5, seed=1)}
+SAMPLERS = {
+    "greedy": None,
+    "drawn": make_sampler(1.0, seed=1),
+    "filtered": make_sampler(0.7, 0.9, top_k=5, seed=1),
+}
 
 
 @pytest.fixture(params=[math.nan, math.inf])
@@ -198,5 +212,8 @@ def _without_seven(tokens: mx.array, logits: mx.array) -> mx.array:
 
 def test_what_no_sampler_of_kvants_picks_may_be_picked(pocket: Pocket) -> None:
     """A caller's sampler may pick a token that its processors made impossible."""
-    options: dict[str, Any] = {"sampler": lambda logprobs: mx.array([7]), "logits_processors": [_without_seven]}
+    options: dict[str, Any] = {
+        "sampler": lambda logprobs: mx.array([7]),
+        "logits_processors": [_without_seven],
+    }
     assert [r.token for r in stream_generate(*pocket, PROMPT, max_tokens=3, **options)] == [7] * 3

@@ -1,4 +1,6 @@
-"""Drafts side by side, of known texts and of a draft model: every answer is as alone, and both pools are whole."""
+"""Drafts side by side, of known texts and of a draft model: every answer is as alone, and both pools are
+whole.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +27,9 @@ Pocket = tuple[Decoder, Any]
 Told = dict[Request, list[Token]]
 
 
-def _answered(scheduler: Scheduler, requests: Sequence[Request], gone: Sequence[Request], rng: Random) -> Told:
+def _answered(
+    scheduler: Scheduler, requests: Sequence[Request], gone: Sequence[Request], rng: Random
+) -> Told:
     """Requests that come in turns, some of them cancelled when they have a few tokens."""
     waiting, told = list(requests), Told()
     while waiting or not scheduler.idle:
@@ -51,13 +55,21 @@ def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]]) ->
             *others, last = tokens
             ids = ids_of(tokens, number)
             assert expected is None or ids == expected[: len(ids)]
-            ended = "cancelled" if last.token is None else "stop" if last.token in request.stop_tokens else "length"
+            ended = (
+                "cancelled"
+                if last.token is None
+                else "stop"
+                if last.token in request.stop_tokens
+                else "length"
+            )
             assert [token.finish_reason for token in tokens] == [None] * len(others) + [ended]
             assert last.token is None or expected is None or ids == expected
             assert (last.cache is not None) == request.keep_cache
             assert last.cache is None or last.cache.ids[0] == [*request.prompt, *ids]
             assert (request.drafts is not None) or not any(token.from_draft for token in tokens)
-            assert {len(token.top_logprobs) for token in tokens if token.token is not None} == {request.top_logprobs}
+            assert {len(token.top_logprobs) for token in tokens if token.token is not None} == {
+                request.top_logprobs
+            }
             gone += last.token is None
     counts, answers = scheduler.drafts, sum(request.answers for request in plain)
     given = [token for tokens in told.values() for token in tokens if token.token is not None]
@@ -69,7 +81,8 @@ def _check(scheduler: Scheduler, told: Told, plain: dict[Request, list[int]]) ->
 def _draft(
     kind: str, models: Sequence[Decoder], requests: list[Request], gone: int, bits: int = 0, **options: Any
 ) -> Told:
-    """Answer all, most of them with drafts of what each gives alone or of the second model; the last may be cancelled.
+    """Answer all, most of them with drafts of what each gives alone or of the second model; the last may be
+    cancelled.
 
     Returns what the requests were told, in their order.
     """
@@ -80,7 +93,9 @@ def _draft(
     for number, request in enumerate(requests):
         answer = alone(model, request, bits)
         known = KnownDrafts(text=[*request.prompt, *answer, 1, 2, 3], seed=number)
-        plain[replace(request, drafts=None if number % 4 == 0 else known if kind == "known" else drafts)] = answer
+        plain[replace(request, drafts=None if number % 4 == 0 else known if kind == "known" else drafts)] = (
+            answer
+        )
     cancelled = [*plain][len(plain) - gone :]
     told = _answered(scheduler, [*plain], cancelled, Random(kind))
     if bits:  # rounding may flip a stored value, and so a text
@@ -114,7 +129,12 @@ def ragged(heldout_ids: list[int]) -> list[Request]:
     ("kind", "bits"), [("known", 0), ("known", 8), ("own", 0), ("small", 0), *count([], [("own", 8)])]
 )
 def test_every_answer_as_alone(
-    pocket: Pocket, small: Decoder, ragged: list[Request], monkeypatch: pytest.MonkeyPatch, kind: str, bits: int
+    pocket: Pocket,
+    small: Decoder,
+    ragged: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    bits: int,
 ) -> None:
     """They come, go and are cancelled."""
     draft_by_chance(monkeypatch, bits)
@@ -132,20 +152,33 @@ def test_every_answer_as_alone(
 
 
 @pytest.mark.parametrize("kind", ["known", "own"])
-def test_windows_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_windows_and_whoever_comes_and_goes(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """A pool that is always full; the slack of a draft model's windows takes every draft back."""
     model = tiny_model(tmp_path, (None, 40, 200), hidden_size=64)
     draft_by_chance(monkeypatch, 3)
     rng, back = Random(4), []
     can_trim_to = PoolSequence.can_trim_to
-    monkeypatch.setattr(PoolSequence, "can_trim_to", lambda own, n: back.append(can_trim_to(own, n)) or back[-1])
+    monkeypatch.setattr(
+        PoolSequence, "can_trim_to", lambda own, n: back.append(can_trim_to(own, n)) or back[-1]
+    )
     hot = make_sampler(6.0, seed=3)  # most of a model's drafts are wrong
     ids = [(7 + 31 * i) % 290 for i in range(600)]
-    requests = [Request(ids[:n], 40, hot) for n in (140, 150, 160)]  # a page leaves the window while they draft
+    # a page leaves the window while they draft
+    requests = [Request(ids[:n], 40, hot) for n in (140, 150, 160)]
     for n in range(6):
         start, tokens, most = rng.randrange(300), rng.randrange(1, 190), rng.choice([3, 20, 60])
         requests.append(Request(ids[start : start + tokens], most, hot if n % 2 else None))
-    _draft(kind, (model, model), requests, 2, pages=7, max_batch=4, pool={"max_seq_len": 512, "prefill_step_size": 64})
+    _draft(
+        kind,
+        (model, model),
+        requests,
+        2,
+        pages=7,
+        max_batch=4,
+        pool={"max_seq_len": 512, "prefill_step_size": 64},
+    )
     assert all(back)
     assert kind == "known" or back
 
@@ -154,7 +187,9 @@ def test_windows_and_whoever_comes_and_goes(tmp_path: Any, monkeypatch: pytest.M
 def test_whoever_samples_sees_every_token_in_order(
     pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    """What keeps state is called as without drafts, until it fails: the tokens before came, and the others go on."""
+    """What keeps state is called as without drafts, until it fails: the tokens before came, and the others
+    go on.
+    """
     draft_by_chance(monkeypatch, 6)
     model, seen, cache = pocket[0], list[list[int]](), pocket[0].make_cache(64, kv_bits=0)
 
@@ -175,7 +210,9 @@ def test_whoever_samples_sees_every_token_in_order(
         error, found = told[requests[0]][-1].error, [ids_of(told[request]) for request in requests]
         if not drafting:
             texts = [[*request.prompt, *answer, 1, 2] for request, answer in zip(plain, found, strict=True)]
-            requests = [replace(plain[n], drafts=KnownDrafts(text=text, seed=n)) for n, text in enumerate(texts)]
+            requests = [
+                replace(plain[n], drafts=KnownDrafts(text=text, seed=n)) for n, text in enumerate(texts)
+            ]
         assert found == [text[10:-2] for text in texts]
         assert seen == [texts[0][: 10 + n] for n in range(16)]
         assert isinstance(error, ZeroDivisionError)

@@ -1,4 +1,6 @@
-"""A thread computes for all others: it answers, refuses, survives slow readers, and tells when it has failed."""
+"""A thread computes for all others: it answers, refuses, survives slow readers, and tells when it has
+failed.
+"""
 
 import gc
 import random
@@ -46,8 +48,12 @@ def make(pocket: Pocket) -> Iterator[Callable[..., BatchEngine]]:
 def test_requests_from_many_threads(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     engine = make()
     requests = [
-        Request([5 + i] * (1 + 30 * i), max_tokens=10, sampler=make_sampler(1.0, seed=i), logits_processors=each)
-        for i, each in enumerate([(), make_logits_processors({9: 2.0}, 1.2), [lambda tokens, logits: logits * 0.5], ()])
+        Request(
+            [5 + i] * (1 + 30 * i), max_tokens=10, sampler=make_sampler(1.0, seed=i), logits_processors=each
+        )
+        for i, each in enumerate(
+            [(), make_logits_processors({9: 2.0}, 1.2), [lambda tokens, logits: logits * 0.5], ()]
+        )
     ]
 
     def answer(request: Request) -> list[int | None]:
@@ -63,7 +69,9 @@ def test_requests_from_many_threads(pocket: Pocket, make: Callable[..., BatchEng
 
 
 def test_arrays_that_another_thread_left_undone(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
-    """A cache is computed when it is submitted. A sampler's own array is the request's error, and nobody else's."""
+    """A cache is computed when it is submitted. A sampler's own array is the request's error, and nobody
+    else's.
+    """
     model, _ = pocket
     engine = make()
     cache = model.make_cache(200, kv_bits=0)
@@ -219,7 +227,9 @@ def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable
 
 
 def test_a_process_that_was_stopped_has_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-Z and fg its thread is given time to go on; without a sign of life it has failed after all."""
+    """After Ctrl-Z and fg its thread is given time to go on; without a sign of life it has failed after
+    all.
+    """
     now, waits = 0.0, iter([0.25, 100.0, 0.25])
     looks: list[float] = []
 
@@ -231,6 +241,8 @@ def test_a_process_that_was_stopped_has_not_stalled(monkeypatch: pytest.MonkeyPa
     failed: list[float] = []
     thread = SimpleNamespace(join=join, is_alive=lambda: True)
     engine: Any = SimpleNamespace(_thread=thread, _fail=lambda error: failed.append(looks[-1]), age=0.0)
-    monkeypatch.setattr(batch_engine, "time", SimpleNamespace(monotonic=lambda: (setattr(engine, "age", now), now)[1]))
+    monkeypatch.setattr(
+        batch_engine, "time", SimpleNamespace(monotonic=lambda: (setattr(engine, "age", now), now)[1])
+    )
     BatchEngine._watch(engine, 1.0)
     assert failed == [100.5]

@@ -43,9 +43,19 @@ def test_names_are_mlx_lms() -> None:
     for theirs, own in ((TheirResponse, BatchResponse), (TheirStats, BatchStats)):
         assert {field.name for field in fields(theirs)} <= {field.name for field in fields(own)}
     names = [name for name in vars(TheirStats) if isinstance(vars(TheirStats)[name], property)]
-    names += [name for name in vars(TheirStats.__mro__[1]) if isinstance(vars(TheirStats.__mro__[1])[name], property)]
+    names += [
+        name
+        for name in vars(TheirStats.__mro__[1])
+        if isinstance(vars(TheirStats.__mro__[1])[name], property)
+    ]
     assert len(names) == 5
-    stats = {"prompt_tokens": 10, "prompt_time": 2.0, "generation_tokens": 30, "decode_time": 3.0, "wall_time": 6.0}
+    stats = {
+        "prompt_tokens": 10,
+        "prompt_time": 2.0,
+        "generation_tokens": 30,
+        "decode_time": 3.0,
+        "wall_time": 6.0,
+    }
     for made in (stats, {}):
         assert [getattr(BatchStats(**made), name) for name in names] == [  # type: ignore[arg-type]
             getattr(TheirStats(**made), name) for name in names
@@ -57,7 +67,11 @@ def test_tokens_are_mlx_lms(
     pocket: Pocket, pocket_mlx_lm: Any, pocket_folder: Path, prompts: list[list[int]], at_once: int
 ) -> None:
     _, their_tokenizer = mlx_lm.load(str(pocket_folder), lazy=True)
-    given: dict[str, Any] = {"max_tokens": [40, 7, 20, 1, 30, 12], "return_token_ids": True, "return_logprobs": True}
+    given: dict[str, Any] = {
+        "max_tokens": [40, 7, 20, 1, 30, 12],
+        "return_token_ids": True,
+        "return_logprobs": True,
+    }
     given |= {"completion_batch_size": at_once, "prefill_batch_size": 1}
     theirs = mlx_lm.batch_generate(pocket_mlx_lm, their_tokenizer, prompts, **given)
     ours = batch_generate(*pocket, prompts, kv_bits=0, **given)
@@ -72,7 +86,9 @@ def test_tokens_are_mlx_lms(
     assert 0 < ours.stats.prompt_time + ours.stats.decode_time <= ours.stats.wall_time
     assert ours.stats.peak_memory > 0
     # Prompts with their answers, in whole pages, and tables of the bias split.
-    pages = sorted(-(-(len(p) + n) // 128) for p, n in zip(prompts, given["max_tokens"], strict=True))[-at_once:]
+    pages = sorted(-(-(len(p) + n) // 128) for p, n in zip(prompts, given["max_tokens"], strict=True))[
+        -at_once:
+    ]
     layers = pocket[0].make_cache(128, kv_bits=0, bias_split=False)
     page = sum(array.nbytes for layer in layers for array in layer.layer.arrays)
     assert 0 <= ours.stats.reserved_bytes - page * sum(pages) < 20_000
@@ -87,7 +103,10 @@ def _alone(pocket: Pocket, prompt: Any, max_tokens: int, **options: Any) -> list
 def test_each_prompt_gives_what_it_gives_alone(pocket: Pocket, prompts: list[list[int]]) -> None:
     texts: list[Any] = [*prompts[:3], "Once upon a time", mx.array(prompts[0])]
     listed = [None, *[make_sampler(temp=1, seed=5)] * 4]
-    given: dict[str, Any] = {"kv_bits": 0, "logits_processors": make_logits_processors(repetition_penalty=1.2)}
+    given: dict[str, Any] = {
+        "kv_bits": 0,
+        "logits_processors": make_logits_processors(repetition_penalty=1.2),
+    }
     counted = [make_sampler(temp=0.8, top_p=0.9, seed=(2**64 - 2 + number) % 2**64) for number in range(5)]
     for options, samplers in (({"sampler": MIXED}, counted), ({"samplers": listed}, listed)):
         ours = batch_generate(*pocket, texts, max_tokens=12, return_token_ids=True, **options, **given)
@@ -116,7 +135,12 @@ def test_deterministic_alone_and_in_company(pocket: Pocket, prompts: list[list[i
 def test_what_ends_an_answer(pocket: Pocket, prompts: list[list[int]]) -> None:
     model, tokenizer = pocket
     prompts = prompts[:3]
-    given: dict[str, Any] = {"kv_bits": 0, "max_tokens": 40, "return_token_ids": True, "return_prompt_caches": True}
+    given: dict[str, Any] = {
+        "kv_bits": 0,
+        "max_tokens": 40,
+        "return_token_ids": True,
+        "return_prompt_caches": True,
+    }
     plain = batch_generate(model, tokenizer, prompts, **given)
     assert plain.token_ids is not None
     stop = plain.texts[0][20:24]
@@ -140,7 +164,9 @@ def _first_end(tokens: list[int], row: list[int], single: int) -> int:
 
 
 def test_caches_are_continued_and_kept(pocket: Pocket, prompts: list[list[int]], tmp_path: Path) -> None:
-    """Each is one of its own, left as it is, and reserved for what its turn holds; one goes on from a file."""
+    """Each is one of its own, left as it is, and reserved for what its turn holds; one goes on from a
+    file.
+    """
     given: dict[str, Any] = {"kv_bits": 0, "max_tokens": 8, "return_token_ids": True}
     caches: Any = None
     held: list[list[int]] = [[], [], []]
@@ -170,7 +196,9 @@ def test_a_sequence_has_max_kv_size_at_most(pocket: Pocket, prompts: list[list[i
         batch_generate(*pocket, prompts, max_kv_size=25)
 
 
-def test_what_is_printed(pocket: Pocket, prompts: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed(
+    pocket: Pocket, prompts: list[list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
     batch_generate(*pocket, prompts[:3], max_tokens=3)
     assert capsys.readouterr() == ("", "")
     batch_generate(*pocket, prompts[:3], max_tokens=3, verbose=True)
@@ -181,7 +209,9 @@ def test_what_is_printed(pocket: Pocket, prompts: list[list[int]], capsys: pytes
 
 def test_no_prompt_is_no_work(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "make_pool", None)
-    assert batch_generate(*pocket, [], return_token_ids=True) == BatchResponse([], BatchStats(), None, [], None)
+    assert batch_generate(*pocket, [], return_token_ids=True) == BatchResponse(
+        [], BatchStats(), None, [], None
+    )
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -190,7 +220,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt_caches": [None]}, ValueError, "prompt_caches has 1 entries; expected 2"),
     ({"stop_tokens": [2]}, ValueError, "stop_tokens has 2"),
     ({"completion_batch_size": 0}, ValueError, "completion_batch_size is 0"),
-    ({"completion_batch_size": 10**9, "deterministic": True}, ValueError, "completion_batch_size is 1000000000"),
+    (
+        {"completion_batch_size": 10**9, "deterministic": True},
+        ValueError,
+        "completion_batch_size is 1000000000",
+    ),
     ({"prefill_batch_size": 0}, ValueError, "prefill_batch_size is 0"),
     ({"prefill_step_size": 64, "deterministic": True}, ValueError, "prefill_step_size is 64; expected 128"),
     ({"max_kv_size": 0}, ValueError, "max_kv_size is 0"),
@@ -201,6 +235,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("given", "kind", "words"), REFUSED)
-def test_what_is_refused_by_name(pocket: Pocket, given: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_what_is_refused_by_name(
+    pocket: Pocket, given: dict[str, Any], kind: type[Exception], words: str
+) -> None:
     with pytest.raises(kind, match=words):
         batch_generate(*pocket, **{"prompts": [[5, 6], [7]], **given})

@@ -76,7 +76,9 @@ def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decode
         schemas = [random_root(rng) for _ in range(count(6, 100))]
         requests = {}
         for schema in schemas:
-            sampler = make_sampler(rng.choice([0.0, 0.7, 1.5]), rng.choice([0.0, 0.9]), seed=rng.randrange(1000))
+            sampler = make_sampler(
+                rng.choice([0.0, 0.7, 1.5]), rng.choice([0.0, 0.9]), seed=rng.randrange(1000)
+            )
             prompt = rng.choice(["Once", "The fox said: ", "{"])
             options: dict[str, Any] = {"answers": rng.choice([1, 3]), "sampler": sampler}
             if rng.random() < 0.5:
@@ -100,7 +102,9 @@ def test_log_probabilities_are_those_of_allowed_tokens(pocket: Pocket, grammars:
     scheduler, _ = scheduler_of(pocket[0])
     first, end = run_all(scheduler, [request])[request]
     assert {tokenizer.decode([token]) for token, _ in first.top_logprobs} == {"a", "b"}
-    assert sum(mx.exp(mx.array([value for _, value in first.top_logprobs])).tolist()) == pytest.approx(1, abs=1e-5)
+    assert sum(mx.exp(mx.array([value for _, value in first.top_logprobs])).tolist()) == pytest.approx(
+        1, abs=1e-5
+    )
     assert {token for token, _ in end.top_logprobs} == tokenizer.eos_token_ids
 
 
@@ -115,7 +119,9 @@ def test_a_conversation_that_forgets_in_the_middle_of_an_answer(pocket: Pocket, 
     assert re.fullmatch("([a-z ]{5}!){20}", "".join(piece.text for piece in pieces))
 
 
-def test_refused(pocket: Pocket, person: Grammar, random_model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused(
+    pocket: Pocket, person: Grammar, random_model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = pocket
     scheduler, _ = scheduler_of(model)
     with pytest.raises(ValueError, match="2 grammars"):
@@ -132,7 +138,9 @@ def test_refused(pocket: Pocket, person: Grammar, random_model: Decoder, monkeyp
 
 
 def test_an_answer_that_cannot_go_on_fails_alone(pocket: Pocket, grammars: Grammars, person: Grammar) -> None:
-    """A step has limits: so many properties are too many, and show behind the first key. The engine goes on."""
+    """A step has limits: so many properties are too many, and show behind the first key. The engine goes
+    on.
+    """
     model, tokenizer = pocket
     inner = {"type": "object", "properties": {f"p{i}": {} for i in range(900)}, "additionalProperties": False}
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"], "additionalProperties": False}
@@ -156,7 +164,9 @@ def test_an_answer_that_cannot_go_on_fails_alone(pocket: Pocket, grammars: Gramm
         assert _check(tokenizer, list(asked(engine, _request(tokenizer, person))), PERSON) == 1
 
 
-def test_a_grammar_without_the_library(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_grammar_without_the_library(
+    pocket: Pocket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(GrammarError, match="kvant\\[serve\\]"):
         Grammars(pocket[1], len(pocket[1])).compile("json_object")

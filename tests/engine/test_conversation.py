@@ -1,4 +1,6 @@
-"""Turns taken back, asked again and edited; a history that outgrows its context; a saved one goes on from its file."""
+"""Turns taken back, asked again and edited; a history that outgrows its context; a saved one goes on from
+its file.
+"""
 
 import gc
 import os
@@ -80,7 +82,9 @@ def test_memory_stays_through_ten_forgettings(pocket: Pocket) -> None:
 def test_the_last_question_is_kept_or_refused_in_words(pocket: Pocket) -> None:
     conversation = conversation_of(pocket, 100, 8, system_prompt="Be kind.", overflow="forget")
     text_of(conversation.send(QUESTIONS[0], max_tokens=25))
-    with pytest.raises(ContextError, match=r"the question alone, with the system prompt, has \d+ tokens; 100 are res"):
+    with pytest.raises(
+        ContextError, match=r"the question alone, with the system prompt, has \d+ tokens; 100 are res"
+    ):
         conversation.send("fox " * 120)
     long = "The fox Pip has a friend. " * 8
     assert 60 < len(prompt_ids(pocket[1], [*conversation.messages[:1], asking(long)])) < 100
@@ -130,7 +134,9 @@ def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> No
     text_of(conversation.send(QUESTIONS[0], **ANSWERED))
     copy, fresh = (conversation_of(pocket, 90, 8, overflow="forget") for _ in range(2))
     copy.messages = list(conversation.messages)
-    answer = [response.text for response in conversation.send("And then?", max_tokens=60, **endless(tokenizer))]
+    answer = [
+        response.text for response in conversation.send("And then?", max_tokens=60, **endless(tokenizer))
+    ]
     room = 91 - len(prompt_ids(tokenizer, [*copy.messages, asking("And then?")]))
     assert 10 < room < 60
     stop = "".join(answer[:room])[-12:]
@@ -192,14 +198,22 @@ def test_answers_keep_their_tokens(pocket: Pocket, tmp_path: Path) -> None:
         ('[{"role": "user"}]', "message 0 is no object of a role"),
         ('[{"role": "user", "content": "a", "tool_calls": "b"}]', "message 0 is no object of a role"),
         ('[{"role": "user", "content": ["a"]}]', "message 0 has a value that is no text"),
-        ('[{"role": "user", "content": "a", "reasoning_content": 1}]', "message 0 has a value that is no text"),
+        (
+            '[{"role": "user", "content": "a", "reasoning_content": 1}]',
+            "message 0 has a value that is no text",
+        ),
         ('[{"role": "root", "content": "a"}]', "message 0 has the role 'root'"),
-        ('[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]', "message 1 has the role 'system'"),
+        (
+            '[{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]',
+            "message 1 has the role 'system'",
+        ),
         ('[{"role": "user", "content": "\\ud800"}]', "its conversation is malformed"),
         ("[" * 100_000, "its conversation is malformed"),
     ],
 )
-def test_files_that_hold_no_conversation(pocket: Pocket, tmp_path: Path, text: str | None, words: str) -> None:
+def test_files_that_hold_no_conversation(
+    pocket: Pocket, tmp_path: Path, text: str | None, words: str
+) -> None:
     path = tmp_path / "talk"
     conversation = conversation_of(pocket, 512, 8)
     text_of(conversation.send(QUESTIONS[0], max_tokens=5))
@@ -226,7 +240,9 @@ def test_another_format_is_refused_and_the_conversation_goes_on(pocket: Pocket, 
     with pytest.raises(SnapshotError):
         other.load(tmp_path / "none")
     assert other.messages == fresh.messages
-    assert text_of(other.send(QUESTIONS[2], max_tokens=20)) == text_of(fresh.send(QUESTIONS[2], max_tokens=20))
+    assert text_of(other.send(QUESTIONS[2], max_tokens=20)) == text_of(
+        fresh.send(QUESTIONS[2], max_tokens=20)
+    )
 
 
 def test_what_could_not_be_loaded_is_not_saved(pocket: Pocket, tmp_path: Path) -> None:
@@ -246,7 +262,11 @@ def test_ids_that_the_model_does_not_know_are_not_looked_up(pocket: Pocket) -> N
     cache.commit(ids=[[5, 2**31]])
     with pytest.raises(ValueError, match="2147483648; the model knows 0 to 1279"):
         kvant.stream_generate(
-            model, tokenizer, [7], prompt_cache=cache, logits_processors=make_logits_processors(repetition_penalty=2.0)
+            model,
+            tokenizer,
+            [7],
+            prompt_cache=cache,
+            logits_processors=make_logits_processors(repetition_penalty=2.0),
         )
     assert cache.offset == 2
     # A conversation compares ids, and feeds its own.

@@ -1,5 +1,5 @@
-"""Conversations through caches with windows, chunks and states, which cannot go back far: Ctrl-C anywhere, and random
-actions, after which the messages are those kept here, and the answer is as if they were fed anew.
+"""Conversations through caches with windows, chunks and states, which cannot go back far: Ctrl-C anywhere,
+and random actions, after which the messages are those kept here, and the answer is as if they were fed anew.
 """
 
 import random
@@ -30,7 +30,8 @@ from kvant.engine.conversation import Conversation
 from kvant.errors import ContextError, PromptError
 
 pytestmark = pytest.mark.usefixtures("without_compilation")
-# Each kind, and the formats where they differ most: everything kept, a window of kvant's own, one of mlx-lm's, a state.
+# Each kind, and the formats where they differ most: everything kept, a window of kvant's own, one of
+# mlx-lm's, a state.
 CASES = [(kind, 0) for kind in KINDS] + [
     (kind, bits) for kind in count(["qwen2", "mistral", "gpt_oss"], KINDS) for bits in (8, 4)
 ]
@@ -51,7 +52,9 @@ def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
         before = [*conversation.messages, asking(question)]
         answer: list[int] = []
         forgotten = None
-        for response in conversation.send(question, max_tokens=5 + 4 * (turn % 5), prefill_step_size=16, **SAY):
+        for response in conversation.send(
+            question, max_tokens=5 + 4 * (turn % 5), prefill_step_size=16, **SAY
+        ):
             if conversation.forgotten != forgotten:
                 start_of_answer += bool(conversation.forgotten and not answer)
                 in_answer += forgotten is not None
@@ -67,7 +70,9 @@ def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
             answer.append(response.token)
         assert response.generation_tokens == len(answer)
         assert response.finish_reason == ("length" if len(answer) == 5 + 4 * (turn % 5) else "stop")
-        assert conversation.messages[-1]["content"] == tokenizer.decode([each for each in answer if each != 5])
+        assert conversation.messages[-1]["content"] == tokenizer.decode(
+            [each for each in answer if each != 5]
+        )
         check_consistent(conversation)
         if turn % 4 == 3:
             text_of(conversation.edit(_question(turn + 50), max_tokens=4, **SAY))
@@ -137,7 +142,9 @@ class Talk:
         return Conversation(model, tokenizer, cache or model.make_cache(72, kv_bits=0), overflow="forget")
 
     def question(self, least: int = 1) -> str:
-        return " ".join(f"w{self.rng.randrange(6, 128)}" for _ in range(self.rng.randrange(least, least + 11)))
+        return " ".join(
+            f"w{self.rng.randrange(6, 128)}" for _ in range(self.rng.randrange(least, least + 11))
+        )
 
     def begin(self, do: str, question: str, **options: Any) -> tuple[list[Any], str, Iterator[Any]]:
         """The messages before a turn, its question, and its answer."""
@@ -166,7 +173,9 @@ class Talk:
 
     def leave(self, do: str) -> None:
         """The answer is listened to for a while; closed, or held on to while the talk goes on."""
-        before, question, responses = self.begin(self.rng.choice(["send", "retry"]), self.question(), **OPTIONS)
+        before, question, responses = self.begin(
+            self.rng.choice(["send", "retry"]), self.question(), **OPTIONS
+        )
         heard = "".join(response.text for response in islice(responses, self.rng.randrange(1, 5)))
         self.record(before, question, heard)
         self.left.append(responses)

@@ -1,4 +1,6 @@
-"""What a model thinks stays out of the history, as its template says. Ids are compared with transformers' own."""
+"""What a model thinks stays out of the history, as its template says. Ids are compared with transformers'
+own.
+"""
 
 import json
 from collections.abc import Callable
@@ -17,8 +19,8 @@ from kvant.engine.generate import GenerationResponse
 from kvant.models import LanguageModel
 from kvant.text.tokenizer import Tokenizer
 
-# Written for this test: in the manner of Qwen3, which drops what was thought before the last question; of DeepSeek R1,
-# whose prompt begins the thinking; and one that keeps it all.
+# Written for this test: in the manner of Qwen3, which drops what was thought before the last question; of
+# DeepSeek R1, whose prompt begins the thinking; and one that keeps it all.
 DROPS = """
 {%- set ns = namespace(last=messages|length - 1) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
@@ -68,7 +70,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Lang
     return loaded
 
 
-def _say(conversation: Conversation, tokenizer: Tokenizer, question: str, text: str) -> list[GenerationResponse]:
+def _say(
+    conversation: Conversation, tokenizer: Tokenizer, question: str, text: str
+) -> list[GenerationResponse]:
     script, end = iter(tokenizer.encode(text, add_special_tokens=False)), tokenizer.eos_token_id
     return list(conversation.send(question, sampler=lambda _: mx.array([next(script, end)]), max_tokens=200))
 
@@ -121,7 +125,9 @@ def test_an_answer_that_is_stopped_while_it_thinks(load: Any) -> None:
     assert conversation.messages[-1] == {"role": "assistant", "content": "", "reasoning_content": thought}
     messages = [dict(message) for message in conversation.messages]
     _say(conversation, tokenizer, "And now?", "Yes.")
-    ids = reference.apply_chat_template([*messages, asking("And now?")], add_generation_prompt=True, return_dict=False)
+    ids = reference.apply_chat_template(
+        [*messages, asking("And now?")], add_generation_prompt=True, return_dict=False
+    )
     assert conversation._cache.ids[0][: len(ids)] == ids
 
 
@@ -135,6 +141,8 @@ def test_thinking_longer_than_the_context_forgets_turns_and_goes_on(load: Any) -
     assert conversation.forgotten
     assert "".join(response.text for response in responses) == long
     assert conversation.messages[-1]["content"] == "No."
-    ids = reference.apply_chat_template(conversation.messages[:-1], add_generation_prompt=True, return_dict=False)
+    ids = reference.apply_chat_template(
+        conversation.messages[:-1], add_generation_prompt=True, return_dict=False
+    )
     answer = [response.token for response in responses[:-1]]
     assert conversation._cache.ids[0] == ids + answer

@@ -35,7 +35,9 @@ def _pool(model: LanguageModel, sequences: int, prefill_step_size: int = 512) ->
     """A cache of one sequence, or a pool of more."""
     if sequences == 1:
         return model.make_cache(300, kv_bits=0)
-    return model.make_pool(1024, sequences=sequences, kv_bits=0, max_seq_len=300, prefill_step_size=prefill_step_size)
+    return model.make_pool(
+        1024, sequences=sequences, kv_bits=0, max_seq_len=300, prefill_step_size=prefill_step_size
+    )
 
 
 def _drafts(model: LanguageModel, pool: Pool | ModelCache) -> PooledDrafts:
@@ -71,7 +73,9 @@ def test_each_sequence_is_continued_greedily(pocket: Pocket, sequences: int) -> 
     for _ in range(count(4, 60)):
         some = rng.sample(range(sequences), rng.randint(1, sequences))
         counts = [rng.choice((1, 3, 5)) for _ in some]
-        for n, wanted, draft in zip(some, counts, _proposed([drafters[n] for n in some], counts), strict=True):
+        for n, wanted, draft in zip(
+            some, counts, _proposed([drafters[n] for n in some], counts), strict=True
+        ):
             assert draft == _greedy(model, texts[n], wanted)
             new = [*draft[: rng.randint(0, wanted)], rng.randrange(20, 900)]
             drafters[n].extend(new)
@@ -103,13 +107,21 @@ def test_it_feeds_only_what_it_has_not_seen(pocket: Pocket, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("unknown", [1280, 2**31, -1])
-def test_no_id_that_the_model_does_not_have(pocket: Pocket, monkeypatch: pytest.MonkeyPatch, unknown: int) -> None:
+def test_no_id_that_the_model_does_not_have(
+    pocket: Pocket, monkeypatch: pytest.MonkeyPatch, unknown: int
+) -> None:
     """A draft ends before it: a draft model's vocabulary may be padded further."""
     draft_by_chance(monkeypatch, 2)
     model = pocket[0]
     plain = alone(model, Request(PROMPT, 20))
     text = [*PROMPT, *(unknown if number % 3 == 2 else token for number, token in enumerate(plain))]
-    run = Run(model, PROMPT, model.make_cache(64, kv_bits=0), max_tokens=20, drafts=KnownDrafts(text=text, mistakes=0))
+    run = Run(
+        model,
+        PROMPT,
+        model.make_cache(64, kv_bits=0),
+        max_tokens=20,
+        drafts=KnownDrafts(text=text, mistakes=0),
+    )
     assert [token for token, _ in run] == plain
     assert run.drafts is not None
     assert run.drafts.drafted == run.drafts.accepted > 3
@@ -123,7 +135,9 @@ def test_a_text_that_the_draft_model_does_not_know(small: LanguageModel) -> None
 
 
 @ONE_AND_MANY
-def test_an_error(pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
+def test_an_error(
+    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch, sequences: int
+) -> None:
     """The answers under way go on without drafts; later ones draft again."""
     draft_by_chance(monkeypatch, 3)
     model = pocket[0]

@@ -35,7 +35,8 @@ def test_the_longest_suffix_that_occurred(alphabet: int) -> None:
         if not drafter.match:
             assert draft == []
             continue
-        # What follows some earlier occurrence of the match; a copy that reaches the text's end goes on with itself.
+        # What follows some earlier occurrence of the match; a copy that reaches the text's end goes on with
+        # itself.
         suffix = text[len(text) - drafter.match :]
         followed = []
         for end in range(drafter.match, len(text)):
@@ -105,7 +106,9 @@ def test_a_draft_is_as_long_as_its_match() -> None:
 
 @pytest.mark.parametrize("waits", [False, True], ids=["verified", "waited for"])
 def test_what_does_not_pay_is_left_until_it_is_tried_again(waits: bool) -> None:
-    """After a loss of two plain steps a match has to be twice as long; after some time half of that is tried."""
+    """After a loss of two plain steps a match has to be twice as long; after some time half of that is
+    tried.
+    """
     choice = _measured()
     choice.verified(1.0, 90.0)  # the first of a kind takes longer and does not count
     choice.stepped(90.0, ahead=False)
@@ -155,7 +158,9 @@ def test_what_pays_goes_on() -> None:
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_a_run_drafts_while_it_pays(pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
+def test_a_run_drafts_while_it_pays(
+    pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
     """A step takes a second, or one for every token. A third of what is drafted is wrong."""
     model, read, clock = pocket[0], BatchDecoder.read, 0.0
 

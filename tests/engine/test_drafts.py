@@ -1,4 +1,6 @@
-"""One answer with drafts, of a known text and of a draft model: the text and the cache of a run without them."""
+"""One answer with drafts, of a known text and of a draft model: the text and the cache of a run without
+them.
+"""
 
 import random
 from functools import partial
@@ -54,12 +56,19 @@ def _handed_out(cache: ModelCache) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "bits", "settings"),
     [
-        *[("known", 0, "greedy"), ("known", 0, "filtered"), ("known", 8, "filtered"), ("known", 4, "processed")],
+        *[
+            ("known", 0, "greedy"),
+            ("known", 0, "filtered"),
+            ("known", 8, "filtered"),
+            ("known", 4, "processed"),
+        ],
         *[("own", 0, "greedy"), ("own", 8, "filtered"), ("own", 4, "greedy")],
         *[("small", 0, "processed"), ("small", 8, "greedy")],
     ],
 )
-def test_the_same_text_and_cache(pocket: Pocket, small: LanguageModel, kind: str, bits: int, settings: str) -> None:
+def test_the_same_text_and_cache(
+    pocket: Pocket, small: LanguageModel, kind: str, bits: int, settings: str
+) -> None:
     model, _ = pocket
     plain_cache, cache = (model.make_cache(128, kv_bits=bits) for _ in range(2))
     options: dict[str, Any] = {"max_tokens": TOKENS, **SETTINGS[settings]}
@@ -88,7 +97,9 @@ def test_the_same_text_and_cache(pocket: Pocket, small: LanguageModel, kind: str
 
 
 def test_ends(pocket: Pocket) -> None:
-    """A stop token, a stop string, a number of tokens, a full reservation; a stop or another run in a step's middle."""
+    """A stop token, a stop string, a number of tokens, a full reservation; a stop or another run in a
+    step's middle.
+    """
     model, tokenizer = pocket
     sampler = make_sampler(1.3, seed=2)
     plain = [token for token, _ in Run(model, PROMPT, model.make_cache(60), sampler=sampler)]
@@ -105,7 +116,9 @@ def test_ends(pocket: Pocket) -> None:
         stop = plain[end]
         answer = plain[: plain.index(stop) + 1]
         drafts: Any = KnownDrafts(text=PROMPT + plain, mistakes=0)
-        told = stream_generate(*pocket, PROMPT, end + 3, sampler=sampler, draft=drafts, stop=tokenizer.decode([stop]))
+        told = stream_generate(
+            *pocket, PROMPT, end + 3, sampler=sampler, draft=drafts, stop=tokenizer.decode([stop])
+        )
         assert [response.finish_reason for response in told][-1] == "stop"
         for options, reason in (({"stop_tokens": {stop}}, "stop"), ({"max_tokens": len(answer)}, "length")):
             cache = model.make_cache(128)
@@ -125,7 +138,9 @@ def test_ends(pocket: Pocket) -> None:
                 assert cache.ids[0] == [*PROMPT, *answer[:-1]]
             list(Run(model, PROMPT, fresh, sampler=sampler, max_tokens=len(answer)))
             most = max(1, cache.ahead - 1)  # so that the cache is as long as it was
-            others = [[token for token, _ in Run(model, [5, 6], each, max_tokens=most)] for each in (cache, fresh)]
+            others = [
+                [token for token, _ in Run(model, [5, 6], each, max_tokens=most)] for each in (cache, fresh)
+            ]
             assert others[0] == others[1]
             assert cache.ids == fresh.ids
             if not stopped:
@@ -144,7 +159,9 @@ STATES = [("falcon_h1", 8, "known"), ("qwen3_next", 0, "known")]  # no draft mod
     indirect=["loaded"],
 )
 def test_windows_states_and_bridged_models(loaded: Loaded, bits: int, kind: str) -> None:
-    """Past the window, in steps of up to 8 of which some tokens are taken back; of states they are fed again."""
+    """Past the window, in steps of up to 8 of which some tokens are taken back; of states they are fed
+    again.
+    """
     model, _ = loaded
     prompt = [token % 100 + 20 for token in PROMPT]
     sampler = make_sampler(0.7, seed=2) if kind == "known" else None
@@ -161,7 +178,9 @@ def test_windows_states_and_bridged_models(loaded: Loaded, bits: int, kind: str)
 
 @pytest.mark.parametrize("kind", ["none", "known", "own", "small"])
 def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
-    """At any line: the cache holds the tokens handed out but the last, or is as it was; a draft model's is used on."""
+    """At any line: the cache holds the tokens handed out but the last, or is as it was; a draft model's is
+    used on.
+    """
     model, first = pocket[0], [5, 6, 7]
     options: dict[str, Any] = {"max_tokens": 16, "prefill_step_size": 16}
     plain = [t for t, _ in Run(model, first + PROMPT, model.make_cache(80, kv_bits=0), **options)]
@@ -173,7 +192,11 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
     def fed(cache: ModelCache, ids: list[int]) -> ModelCache:
         """In a run's steps: a product of several rows differs from that of one in its last bits."""
         prompt = ids[3 : 3 + len(PROMPT)]
-        for step in (ids[:3], *(prompt[i : i + 16] for i in range(0, len(prompt), 16)), *([t] for t in ids[43:])):
+        for step in (
+            ids[:3],
+            *(prompt[i : i + 16] for i in range(0, len(prompt), 16)),
+            *([t] for t in ids[43:]),
+        ):
             mx.eval(model(mx.array([step]), cache=cache))
         return cache
 
@@ -192,13 +215,18 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
         cache, fresh = (model.make_cache(80, kv_bits=bits, bias_split=split) for _ in range(2))
         run, tokens = heard(fed(cache, first))
         begin = counted.lines // 3 if seed % 4 else 1  # behind the prompt, or in it
-        interrupted += Interruption(rng.randint(begin, int(0.8 * counted.lines))).of(partial(listen, run, tokens))
+        interrupted += Interruption(rng.randint(begin, int(0.8 * counted.lines))).of(
+            partial(listen, run, tokens)
+        )
         assert run.generated[: len(tokens)] == tokens
         ids, told = _handed_out(cache), first + PROMPT + run.generated
-        assert ids in (told, told[:-1] if run.generated else first)  # a token may be lost on its way to the caller
+        # a token may be lost on its way to the caller
+        assert ids in (told, told[:-1] if run.generated else first)
         in_answer += len(ids) > len(first + PROMPT)
         cache.trim(cache.ahead)
-        after, expected = (mx.softmax(model(mx.array([[8, 9, 10]]), cache=each)) for each in (cache, fed(fresh, ids)))
+        after, expected = (
+            mx.softmax(model(mx.array([[8, 9, 10]]), cache=each)) for each in (cache, fed(fresh, ids))
+        )
         if kind == "none":
             assert mx.array_equal(after, expected)
         assert mx.abs(after - expected).max() < {8: 0.02, 4: 0.2}.get(bits or 0, 1e-4)

@@ -1,4 +1,6 @@
-"""Drafts with everything else, of one answer and of many: texts, tokens and caches are those without drafts."""
+"""Drafts with everything else, of one answer and of many: texts, tokens and caches are those without
+drafts.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -26,7 +28,8 @@ from kvant.text.grammar import Grammars
 Pocket = tuple[Decoder, Any]
 REPEATING = "Tom had a red ball. Sam had a blue ball. " * 4
 NAMES = '["red ball","blue ball","red ball","blue ball","red ball","blue ball","blue ball"]' * 2
-Made = tuple[list[str], list[list[int]], list[list[int]], int]  # texts, tokens, ids of the caches, drafted tokens
+# texts, tokens, ids of the caches, drafted tokens
+Made = tuple[list[str], list[list[int]], list[list[int]], int]
 
 
 def _one(pocket: Pocket, prompts: Sequence[str], **options: Any) -> Made:
@@ -43,10 +46,17 @@ def _one(pocket: Pocket, prompts: Sequence[str], **options: Any) -> Made:
 
 
 def _many(pocket: Pocket, prompts: Sequence[str], **options: Any) -> Made:
-    made = batch_generate(*pocket, prompts, return_token_ids=True, return_prompt_caches=True, kv_bits=0, **options)
+    made = batch_generate(
+        *pocket, prompts, return_token_ids=True, return_prompt_caches=True, kv_bits=0, **options
+    )
     assert (made.stats.drafts is None) == (not {"draft", "draft_model"} & {*options})
     ids = [cache.ids[0] for cache in made.caches or () if cache is not None]
-    return made.texts, made.token_ids or [], ids, 0 if made.stats.drafts is None else made.stats.drafts.accepted
+    return (
+        made.texts,
+        made.token_ids or [],
+        ids,
+        0 if made.stats.drafts is None else made.stats.drafts.accepted,
+    )
 
 
 WAYS = pytest.mark.parametrize("answer", [_one, _many])
@@ -99,7 +109,10 @@ def test_by_what_pays_on_this_machine(pocket: Pocket, small: LanguageModel, answ
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"draft_model": ..., "num_draft_tokens": n}, f"num_draft_tokens is {n}; expected 1") for n in (0, 8, True, 2.5)),
+    *(
+        ({"draft_model": ..., "num_draft_tokens": n}, f"num_draft_tokens is {n}; expected 1")
+        for n in (0, 8, True, 2.5)
+    ),
     ({"num_draft_tokens": 3}, "num_draft_tokens is 3, .*without"),
     ({"draft_model": ..., "draft": "prompt"}, "draft is 'prompt'; expected 'none'"),
     ({"draft_model": "pocket"}, "draft_model is a str; expected a model"),
@@ -111,7 +124,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "words"), REFUSED)
 def test_refused(pocket: Pocket, answer: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        answer(pocket, ["a"], **{name: pocket[0] if value is ... else value for name, value in options.items()})
+        answer(
+            pocket, ["a"], **{name: pocket[0] if value is ... else value for name, value in options.items()}
+        )
 
 
 @pytest.mark.parametrize("loaded", ["falcon_h1"], indirect=True)
@@ -131,7 +146,9 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
     ):
         pool = target.make_pool(256, sequences=1, kv_bits=0)
         with pytest.raises(ArgumentError, match=words):
-            Scheduler(target, pool, max_batch=1, deterministic=deterministic).submit(Request([5], drafts=given))
+            Scheduler(target, pool, max_batch=1, deterministic=deterministic).submit(
+                Request([5], drafts=given)
+            )
     for options in DRAFTS.values():
         with pytest.raises(ArgumentError, match=r"draft.* is .*deterministic"):
             _many(pocket, ["a"], deterministic=True, **options(model))
@@ -175,26 +192,26 @@ def test_a_conversation_keeps_the_draft_models_cache(pocket: Pocket, monkeypatch
 @pytest.mark.usefixtures("paying")
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_many_texts(pocket: Pocket, bits: int) -> None:
-    """A story told again, with three samplers: every text is the same where products round alike for any rows.
+    """A story told again, with three samplers: every text is the same where products round alike for any
+    rows.
 
-    Elsewhere every text of a float cache is, and at least 99 of 100 of others: where two tokens are about as likely, a
-    step of several may round to the other one.
+    Elsewhere every text of a float cache is, and at least 99 of 100 of others: where two tokens are about as
+    likely, a step of several may round to the other one.
     """
     model, tokenizer = pocket
     texts, samplers = count(1, 67), ({}, {"temp": 0.7}, {"temp": 1.0, "top_p": 0.95})
     same = drafted = 0
     for number in range(texts):
         question = {"role": "user", "content": f"Tell me a story about a fox named P{number}p."}
-        story = (
-            f"Once upon a time there was a fox named P{number}p who lived in the field. One day P{number}p went out."
-        )
+        story = f"Once upon a time there was a fox named P{number}p who lived in the field. One day P{number}p went out."
         asked = [question, {"role": "assistant", "content": story}, question]
         ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
         for settings in samplers:
             sampler = make_sampler(**settings, seed=number)
             options: dict[str, Any] = {"max_tokens": count(50, 150), "sampler": sampler, "kv_bits": bits}
             plain, other = (
-                list(stream_generate(model, tokenizer, ids, draft=draft, **options)) for draft in ("none", "prompt")
+                list(stream_generate(model, tokenizer, ids, draft=draft, **options))
+                for draft in ("none", "prompt")
             )
             same += [each.token for each in plain] == [each.token for each in other]
             drafted += sum(each.from_draft for each in other)

@@ -1,4 +1,6 @@
-"""Draws have the filters' probabilities and go by seed and position alone, drafted ones too; no compiler is started."""
+"""Draws have the filters' probabilities and go by seed and position alone, drafted ones too; no compiler
+is started.
+"""
 
 import math
 import os
@@ -53,7 +55,9 @@ def _expected(logits: np.ndarray, temp: float, **options: float) -> np.ndarray:
         left_out = likely[probs[likely] > probs[likely].min()] if likely.size else likely
         rest = {k: v for k, v in options.items() if k not in ("xtc_probability", "xtc_threshold")}
         plain = _expected(logits, temp, **rest)
-        without = np.where(np.isin(np.arange(logits.size), left_out), -np.inf, np.where(kept, logits, -np.inf))
+        without = np.where(
+            np.isin(np.arange(logits.size), left_out), -np.inf, np.where(kept, logits, -np.inf)
+        )
         probability = options["xtc_probability"]
         return (1 - probability) * plain + probability * _softmax(without / temp)
     if "top_k" in options:
@@ -62,7 +66,9 @@ def _expected(logits: np.ndarray, temp: float, **options: float) -> np.ndarray:
 
 
 def _chi_square(tokens: np.ndarray, expected: np.ndarray) -> float:
-    """Pearson's statistic in standard deviations above its mean; infinite where what cannot be drawn was drawn."""
+    """Pearson's statistic in standard deviations above its mean; infinite where what cannot be drawn was
+    drawn.
+    """
     counts, possible = np.bincount(tokens, minlength=expected.size), expected > 0
     if counts[~possible].any():
         return math.inf
@@ -92,7 +98,9 @@ def test_draws_follow_each_rows_own_distribution(varied: str) -> None:
         for each in DISTRIBUTIONS
         for n in range(draws)
     ]
-    drawn = np.array(sample_rows(mx.array(np.tile(logits, (len(rows), 1)), mx.float32), rows)[0]).reshape(-1, draws)
+    drawn = np.array(sample_rows(mx.array(np.tile(logits, (len(rows), 1)), mx.float32), rows)[0]).reshape(
+        -1, draws
+    )
     for number, (options, tokens) in enumerate(zip(DISTRIBUTIONS, drawn, strict=True)):
         assert abs(_chi_square(tokens, _expected(logits, **options))) < 6, options
         assert _chi_square(tokens, _expected(logits, **DISTRIBUTIONS[number - 1])) > 8, options
@@ -107,7 +115,9 @@ def test_neighbours_in_a_sequence_are_independent() -> None:
 
 
 def test_a_token_that_is_left_out_is_never_drawn() -> None:
-    """However sums are rounded: MLX's own draw of one row picks such a token now and then in a large vocabulary."""
+    """However sums are rounded: MLX's own draw of one row picks such a token now and then in a large
+    vocabulary.
+    """
     vocab_size = 40_000
     logits = mx.where(mx.arange(vocab_size) % 3 == 0, -math.inf, 0.0)[None] + mx.zeros((64, 1))
     logits[:, vocab_size // 2 :] = -math.inf
@@ -134,7 +144,9 @@ def test_a_draw_goes_by_its_own_seed_and_position() -> None:
 def _tokens(pocket: Pocket, seed: int | None, **settings: Any) -> list[int]:
     model, _ = pocket
     cache = model.make_cache(128, kv_bits=8)
-    run = Run(model, list(range(20, 60)), cache, max_tokens=30, sampler=make_sampler(2.0, seed=seed), **settings)
+    run = Run(
+        model, list(range(20, 60)), cache, max_tokens=30, sampler=make_sampler(2.0, seed=seed), **settings
+    )
     return [token for token, _ in run]
 
 
@@ -183,9 +195,22 @@ def test_a_run_that_goes_on_draws_as_one_that_was_not_cut(pocket: Pocket) -> Non
 
 def test_sampling_starts_no_compiler(tmp_path: Path) -> None:
     for compiler in ("g++", "c++", "clang++"):
-        (tmp_path / compiler).write_text('#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> "${0%/*}/compiled"\n')
+        (tmp_path / compiler).write_text(
+            '#!/bin/sh\n[ "$1" = --version ] || echo "$@" >> "${0%/*}/compiled"\n'
+        )
         (tmp_path / compiler).chmod(0o755)
-    flags = ["--temp", "0.8", "--top-p", "0.9", "--min-p", "0.01", "--top-k", "50", "--xtc-probability", "0.2"]
+    flags = [
+        "--temp",
+        "0.8",
+        "--top-p",
+        "0.9",
+        "--min-p",
+        "0.01",
+        "--top-k",
+        "50",
+        "--xtc-probability",
+        "0.2",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "kvant", "generate", QUESTION, *flags, "--seed", "1", "-q", "-m", "20"],
         env=os.environ | {"PATH": str(tmp_path)},
@@ -224,7 +249,9 @@ def _all_texts(model: LanguageModel) -> dict[tuple[int, ...], float]:
 
 
 def _p_value(seen: Counter[tuple[int, ...]], texts: dict[tuple[int, ...], float]) -> float:
-    """How often draws of these probabilities are as far from them, by Pearson's sum; 0 if a text is impossible."""
+    """How often draws of these probabilities are as far from them, by Pearson's sum; 0 if a text is
+    impossible.
+    """
     if set(seen) - set(texts):
         return 0.0
     expected = RUNS * np.array(list(texts.values()))

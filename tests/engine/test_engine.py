@@ -1,4 +1,6 @@
-"""The loop: tokens against mlx-lm's, how it ends, what it feeds and leaves in the cache, and the memory it takes."""
+"""The loop: tokens against mlx-lm's, how it ends, what it feeds and leaves in the cache, and the memory it
+takes.
+"""
 
 import gc
 from collections.abc import Callable
@@ -64,7 +66,9 @@ def test_the_end_after_some_tokens_is_never_printed(pocket: Pocket, prompt: list
 
     cache = model.make_cache(200)
     responses = []
-    for response in stream_generate(model, tokenizer, prompt, prompt_cache=cache, logits_processors=[processor]):
+    for response in stream_generate(
+        model, tokenizer, prompt, prompt_cache=cache, logits_processors=[processor]
+    ):
         responses.append(response)
         assert cache.offset == len(prompt) + len(responses) - 1  # with the last one too
     assert [r.finish_reason for r in responses] == [None] * 5 + ["stop"]
@@ -75,7 +79,13 @@ def test_the_end_after_some_tokens_is_never_printed(pocket: Pocket, prompt: list
 # The tokens there is room for are fed, and one more is sampled from the last.
 @pytest.mark.parametrize(
     ("max_tokens", "room", "finish", "count"),
-    [(7, 20, "length", 7), (50, 4, "context", 5), (-1, 0, "context", 1), (4, 4, "length", 4), (5, 4, "length", 5)],
+    [
+        (7, 20, "length", 7),
+        (50, 4, "context", 5),
+        (-1, 0, "context", 1),
+        (4, 4, "length", 4),
+        (5, 4, "length", 5),
+    ],
 )
 def test_max_tokens_and_a_full_context(
     pocket: Pocket, prompt: list[int], max_tokens: int, room: int, finish: str, count: int
@@ -95,7 +105,9 @@ def test_max_tokens_and_a_full_context(
         *(("one STOP two", "one "), ("aSTSTOPb", "aST"), ("xTOPSTOP", "x"), ("STOP", "")),
     ],
 )
-def test_text_is_cut_before_the_first_stop_string_and_in_no_character(pocket: Pocket, text: str, expected: str) -> None:
+def test_text_is_cut_before_the_first_stop_string_and_in_no_character(
+    pocket: Pocket, text: str, expected: str
+) -> None:
     stream = TextStream(pocket[1], stop=["STOP", "TOPS"])
     pieces = [stream.add(byte) for byte in spelled(pocket[1], text)]
     assert "\ufffd" not in "".join(pieces)
@@ -141,7 +153,9 @@ def test_a_cache_that_does_not_fit_is_refused_at_the_call(
     pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, Any]]
 ) -> None:
     model, tokenizer = pocket
-    narrow = load_decoder(make_checkpoint(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)[0])
+    narrow = load_decoder(
+        make_checkpoint(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)[0]
+    )
     with pytest.raises(ValueError, match=r"a head_dim of \(2, 32\); expected \(2, 64\)"):
         stream_generate(model, tokenizer, [1, 2], prompt_cache=narrow.make_cache(64))
 
@@ -179,12 +193,16 @@ def test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache(
         options = {"prompt_cache": make_prompt_cache(pocket_mlx_lm), "prefill_step_size": 512}
         next(generate_step(mx.array(LONG), pocket_mlx_lm, max_tokens=1, **options))
 
-    ours = peak_bytes(lambda: next(Run(pocket[0], LONG, pocket[0].make_cache(len(LONG) + 1, kv_bits=8), max_tokens=1)))
+    ours = peak_bytes(
+        lambda: next(Run(pocket[0], LONG, pocket[0].make_cache(len(LONG) + 1, kv_bits=8), max_tokens=1))
+    )
     assert ours <= peak_bytes(mlx_lm)
 
 
 def test_a_long_prompt_takes_no_more_memory_than_a_short_one(pocket: Pocket) -> None:
-    """Chunk by chunk: what a chunk leaves behind is in the cache, which was there before; MLX keeps none of it."""
+    """Chunk by chunk: what a chunk leaves behind is in the cache, which was there before; MLX keeps none
+    of it.
+    """
     model, tokenizer = pocket
     kept: list[int] = []
 
@@ -196,8 +214,10 @@ def test_a_long_prompt_takes_no_more_memory_than_a_short_one(pocket: Pocket) -> 
         options |= {"max_tokens": 1, "prompt_cache": model.make_cache(2048)}
         return peak_bytes(lambda: generate(model, tokenizer, [5] * tokens, **options))
 
-    rows = 4 * 2 * 2 * 64 * (1792 - 256)  # one layer's longer past, dequantized: float32 keys and values of 2 heads
-    # 9.2 to 11 MB measured, by the order in which MLX computes; 22.6 MB when chunks are not evaluated in turn.
+    # one layer's longer past, dequantized: float32 keys and values of 2 heads
+    rows = 4 * 2 * 2 * 64 * (1792 - 256)
+    # 9.2 to 11 MB measured, by the order in which MLX computes; 22.6 MB when chunks are not evaluated in
+    # turn.
     assert peak(1792) < 1.4 * peak(256) + 5 * rows
     assert len(kept) > 10
     assert max(kept) < 100_000  # without giving it back: megabytes
@@ -223,7 +243,9 @@ def test_the_reservation_is_prompt_and_max_tokens(
     model, tokenizer = pocket
     asked: list[int] = []
     plain = Decoder.make_cache
-    monkeypatch.setattr(Decoder, "make_cache", lambda self, n, **own: asked.append(n) or plain(self, n, **own))
+    monkeypatch.setattr(
+        Decoder, "make_cache", lambda self, n, **own: asked.append(n) or plain(self, n, **own)
+    )
     context, n = model.config.max_position_embeddings, len(prompt)
     for max_tokens, max_kv_size, expected in (
         (11, None, n + 11),
@@ -250,7 +272,10 @@ def test_the_reservation_is_prompt_and_max_tokens(
         ({"prompt": [1, 10**6]}, PromptError, "token id 1000000"),
         ({"prompt": [1, -1]}, PromptError, "token id -1"),
         ({"prompt": mx.array([[1, 2]])}, PromptError, "shape"),
-        *(({"prompt": bad}, PromptError, "prompt (is a|has) ") for bad in (b"a", None, 5, {}, [{"role": 5}], "\ud800")),
+        *(
+            ({"prompt": bad}, PromptError, "prompt (is a|has) ")
+            for bad in (b"a", None, 5, {}, [{"role": 5}], "\ud800")
+        ),
         ({"prompt": [1] * 2049}, ContextError, "the prompt has 2049 tokens; the model's context is 2048"),
     ],
 )
@@ -298,6 +323,8 @@ def test_statistics_of_a_run(pocket: Pocket, prompt: list[int]) -> None:
         assert mx.exp(response.logprobs).sum().item() == pytest.approx(1, abs=1e-4)
 
 
-def test_verbose_prints_the_text(pocket: Pocket, prompt: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_the_text(
+    pocket: Pocket, prompt: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     text = generate(*pocket, prompt, max_tokens=5, verbose=True)
     assert capsys.readouterr().out.startswith(text + "\nPrompt: ")

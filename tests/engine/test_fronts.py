@@ -80,7 +80,9 @@ def test_a_bridged_model(name: str) -> None:
 
 
 def test_keys_of_four_bits_are_stored_rotated(pocket: Pocket, tmp_path: Path) -> None:
-    """By the Hadamard matrix: the first layer's keys are the same in every cache. And a file of plain ones is read."""
+    """By the Hadamard matrix: the first layer's keys are the same in every cache. And a file of plain ones
+    is read.
+    """
     model, _ = pocket
     tokens, split = mx.array([TEXT[:200]]), {"bias_split": False}
 
@@ -90,7 +92,11 @@ def test_keys_of_four_bits_are_stored_rotated(pocket: Pocket, tmp_path: Path) ->
         stored = [array[..., :200, :] for array in cache.pool.layers[0].arrays]
         return float_tokens(stored, quant_bit=options["kv_bits"], dtype=mx.float32)[0][0], cache
 
-    (exact, _), (default, cache), (plain, of_pmx) = keys(kv_bits=0), keys(kv_bits=4), keys(kv_bits=4, kv_format="pmx")
+    (exact, _), (default, cache), (plain, of_pmx) = (
+        keys(kv_bits=0),
+        keys(kv_bits=4),
+        keys(kv_bits=4, kv_format="pmx"),
+    )
     step = mx.array([[1.0, 1.0], [1.0, -1.0]])
     matrix = mx.ones((1, 1))
     while len(matrix) < 64:
@@ -112,7 +118,9 @@ def test_layers_that_cannot_be_rotated_stay_as_they_were(tmp_path: Path) -> None
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 16}
     assert [own.front for own in model.make_cache(9, **options).formats] == ["", ""]
     assert all(own.front for own in model.make_cache(9, **options, bias_split=False).formats)
-    fronts = {name: {own.front[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS}
+    fronts = {
+        name: {own.front[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS
+    }
     assert fronts.pop("deepseek_v32") == {""}
     assert all("rotate" in own for own in fronts.values())
 
@@ -180,6 +188,9 @@ def test_a_format_of_another_model_or_with_bits_beside_it(pocket: Pocket, tmp_pa
     for other in (tiny_model(tmp_path / "tiny"), bridged("qwen3")):
         with pytest.raises(ArgumentError, match="another model"):
             _wrong(other, kv_format=tuned)
-    assert make_prompt_cache(model, 9, kv_format=tmp_path / "tuned.json").formats[0].front == tuned.layers[0].name
+    assert (
+        make_prompt_cache(model, 9, kv_format=tmp_path / "tuned.json").formats[0].front
+        == tuned.layers[0].name
+    )
     with pytest.raises(ArgumentError, match="with 4 layers; expected 2"):  # nobody knows its digest
         make_prompt_cache(bridged("qwen3").module, 9, kv_format=tuned)

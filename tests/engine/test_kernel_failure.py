@@ -24,7 +24,9 @@ LAYERS = 4
 
 
 @pytest.fixture(params=["build", "eval"])
-def kernel(request: pytest.FixtureRequest, fused_calls: Any, monkeypatch: pytest.MonkeyPatch) -> FailingKernel:
+def kernel(
+    request: pytest.FixtureRequest, fused_calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> FailingKernel:
     """It fails in the third step after a prompt, in its third layer."""
     made = FailingKernel(request.param, 2 * LAYERS + 3)
     monkeypatch.setattr(paged_kernel, "attend", made)
@@ -43,7 +45,9 @@ WAYS: dict[str, Callable[[Decoder, Any], object]] = {
         Run(model, PROMPT, model.make_cache(512), drafts=KnownDrafts(text=PROMPT * 2))
     ),
     "the last token of a cache that is kept": _keep_last,
-    "in a batch": lambda model, tokenizer: batch_generate(model, tokenizer, [PROMPT, PROMPT[:50]], max_tokens=20),
+    "in a batch": lambda model, tokenizer: batch_generate(
+        model, tokenizer, [PROMPT, PROMPT[:50]], max_tokens=20
+    ),
 }
 
 
@@ -60,7 +64,9 @@ def test_an_answer_ends_with_one_error(pocket: Pocket, kernel: FailingKernel, an
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
-def test_the_kernel_is_not_blamed_for_a_callers_error(pocket: Pocket, fused_calls: Any, kind: type[Exception]) -> None:
+def test_the_kernel_is_not_blamed_for_a_callers_error(
+    pocket: Pocket, fused_calls: Any, kind: type[Exception]
+) -> None:
     def sampler(logprobs: mx.array) -> mx.array:
         raise kind("the sampler fails")
 

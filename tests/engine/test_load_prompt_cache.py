@@ -23,7 +23,9 @@ IDS = [(7 + 31 * i) % 900 for i in range(70)]
 
 
 @pytest.mark.parametrize(
-    "options", [{"kv_bits": 8}, {"kv_bits": 4, "kv_group_size": 16}, {"kv_bits": 0}, {"bias_split": False}], ids=str
+    "options",
+    [{"kv_bits": 8}, {"kv_bits": 4, "kv_group_size": 16}, {"kv_bits": 0}, {"bias_split": False}],
+    ids=str,
 )
 def test_a_saved_cache_goes_on(pocket: Pocket, tmp_path: Path, options: dict[str, Any]) -> None:
     model, _ = pocket
@@ -44,7 +46,9 @@ def test_a_saved_cache_goes_on(pocket: Pocket, tmp_path: Path, options: dict[str
     assert kvant.can_trim_prompt_cache(loaded)
     assert kvant.trim_prompt_cache(loaded, 2) == kvant.trim_prompt_cache(cache, 2) == 2
     kvant.save_prompt_cache(path, loaded)  # as any other
-    assert mx.array_equal(*(model(mx.array([[7, 8]]), cache=c) for c in (kvant.load_prompt_cache(str(path)), cache)))
+    assert mx.array_equal(
+        *(model(mx.array([[7, 8]]), cache=c) for c in (kvant.load_prompt_cache(str(path)), cache))
+    )
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
@@ -58,10 +62,14 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["decoder", "gemma3_text", "qwen3_next", "mimo_v2_flash"])
-def test_windows_and_states(name: str, make_checkpoint: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+def test_windows_and_states(
+    name: str, make_checkpoint: Callable[..., tuple[Path, Any]], tmp_path: Path
+) -> None:
     """And widths of which a group is divided by its own divisor."""
     if name == "decoder":
-        model = load_decoder(make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)[0])
+        model = load_decoder(
+            make_checkpoint(use_sliding_window=True, sliding_window=24, max_window_layers=1)[0]
+        )
     else:
         model = BridgedModel(build(name)[0], BridgedConfig(name, 97, None), mx.float32)
     cache = model.make_cache(64, kv_group_size=48 if name != "decoder" else 32)

@@ -1,4 +1,6 @@
-"""Prompts as other servers' users sent them, of made-up texts: only what is new is read, and answers are the same."""
+"""Prompts as other servers' users sent them, of made-up texts: only what is new is read, and answers are
+the same.
+"""
 
 import random
 from functools import partial
@@ -36,7 +38,10 @@ def test_replays(windows: tuple[int | None, ...] | None, pocket: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("windows", "kv_bits"),
-    count([((160, 160), 4), ((None, 160), 0), ((None, 160), 8)], [*product([(160, 160), (None, 160)], [0, 8, 4])]),
+    count(
+        [((160, 160), 4), ((None, 160), 0), ((None, 160), 8)],
+        [*product([(160, 160), (None, 160)], [0, 8, 4])],
+    ),
 )
 def test_many_conversations_share_a_system_prompt(
     windows: tuple[int | None, ...], kv_bits: int, tmp_path: Path
@@ -53,7 +58,10 @@ def test_a_planted_fact_is_recalled_after_a_hit(pocket: Any) -> None:
         first, last = dialogue.answers[0]
         answers = []
         for hits in (0, 1):
-            scheduler, request = _scheduler(model, 4), partial(Request, stop_tokens=[*tokenizer.eos_token_ids])
+            scheduler, request = (
+                _scheduler(model, 4),
+                partial(Request, stop_tokens=[*tokenizer.eos_token_ids]),
+            )
             if hits:  # the facts, and another question
                 run_all(scheduler, [request([*dialogue.ids[: first - 12], 5, 6], 4)])
             told = next(iter(run_all(scheduler, [request(list(dialogue.ids[:first]), 20)]).values()))

@@ -34,7 +34,9 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 KINDS = ("normal", "steep", "ties", "equal", "masked", "one-hot")
 # The large vocabulary takes long: in the gate with one dtype.
 SIZES = [
-    (size, dtype) for size, dtype in product(VOCABULARIES, DTYPES) if size < 1000 or dtype in DTYPES[: count(1, 3)]
+    (size, dtype)
+    for size, dtype in product(VOCABULARIES, DTYPES)
+    if size < 1000 or dtype in DTYPES[: count(1, 3)]
 ]
 
 
@@ -82,7 +84,9 @@ def test_a_filter_leaves_what_mlx_lms_leaves(kind: str, vocab_size: int, dtype: 
 
 @pytest.mark.parametrize("vocab_size", [12, 5000])
 def test_the_whole_chain_is_mlx_lms(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every subset of the filters, with a seed and by MLX's random state: the logits that are handed to the draw."""
+    """Every subset of the filters, with a seed and by MLX's random state: the logits that are handed to
+    the draw.
+    """
     drawn: list[mx.array] = []
     monkeypatch.setattr(mx.random, "categorical", lambda logits, **_: drawn.append(logits) or mx.array([0]))
     random = Random(vocab_size)
@@ -130,7 +134,12 @@ def test_processors_are_mlx_lms_and_leave_their_argument(kind: str, vocab_size: 
         {"presence_penalty": 0.8},
         {"presence_penalty": -0.8, "presence_context_size": 1},
         {"frequency_penalty": 0.6, "frequency_context_size": 64},
-        {"logit_bias": {2: 1.0}, "repetition_penalty": 2.0, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+        {
+            "logit_bias": {2: 1.0},
+            "repetition_penalty": 2.0,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
+        },
     ):
         for length in (0, 1, 5, 64):
             tokens = mx.array([random.randrange(min(vocab_size, 20)) for _ in range(length)], mx.int32)
@@ -203,7 +212,8 @@ def _alone(logits: mx.array, row: Row) -> tuple[int, mx.array]:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "batches"), [*((size, count(12, 400)) for size in (13, 300, 1283)), (151_936, count(1, 10))]
+    ("vocab_size", "batches"),
+    [*((size, count(12, 400)) for size in (13, 300, 1283)), (151_936, count(1, 10))],
 )
 def test_every_row_is_what_it_is_alone(vocab_size: int, batches: int) -> None:
     random = Random(vocab_size)
@@ -244,8 +254,16 @@ def test_rows_that_are_broken_leave_the_others() -> None:
     ("sampler", "processors", "words"),
     [
         (make_sampler(1.0, top_k=20, seed=1), (), "top_k is 20; expected at most 19"),
-        (make_sampler(1.0, min_p=0.1, min_tokens_to_keep=21), (), "min_tokens_to_keep is 21; expected at most 20"),
-        (make_sampler(1.0, xtc_probability=1.0, xtc_special_tokens=[20]), (), "xtc_special_tokens has token 20; the"),
+        (
+            make_sampler(1.0, min_p=0.1, min_tokens_to_keep=21),
+            (),
+            "min_tokens_to_keep is 21; expected at most 20",
+        ),
+        (
+            make_sampler(1.0, xtc_probability=1.0, xtc_special_tokens=[20]),
+            (),
+            "xtc_special_tokens has token 20; the",
+        ),
         (greedy, make_logits_processors({20: 1.0}), "logit_bias has token 20; the model knows 0 to 19"),
         (greedy, [5], "no logits processor"),
     ],

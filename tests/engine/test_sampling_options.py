@@ -1,4 +1,6 @@
-"""Options of sampling: ranges, what has no effect, a model's own in generation_config.json, and what is built."""
+"""Options of sampling: ranges, what has no effect, a model's own in generation_config.json, and what is
+built.
+"""
 
 import json
 import math
@@ -43,8 +45,16 @@ from kvant.sample_utils import make_logits_processors, make_sampler
             {"repetition_penalty": -1.0},
             "repetition_penalty is -1.0; expected 0 .off., or from 0.001",
         ),
-        (make_logits_processors, {"presence_penalty": math.nan}, "presence_penalty is nan; expected a finite number"),
-        (make_logits_processors, {"presence_context_size": 0}, "presence_context_size is 0; expected at least 1"),
+        (
+            make_logits_processors,
+            {"presence_penalty": math.nan},
+            "presence_penalty is nan; expected a finite number",
+        ),
+        (
+            make_logits_processors,
+            {"presence_context_size": 0},
+            "presence_context_size is 0; expected at least 1",
+        ),
     ],
 )
 def test_values_out_of_range(make: Callable[..., Any], options: dict[str, Any], message: str) -> None:
@@ -56,10 +66,22 @@ def test_values_out_of_range(make: Callable[..., Any], options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"xtc_threshold": 0.2, "temp": 1.0}, "xtc_threshold is 0.2, which has no effect without xtc_probability"),
-        ({"repetition_context_size": 5}, "repetition_context_size is 5, which has no effect without repetition_pen"),
-        ({"temp": 0.0, "xtc_probability": 0.2}, "xtc_probability is 0.2, which has no effect at temperature 0"),
-        ({"temp": 1.0, "min_tokens_to_keep": 2}, "min_tokens_to_keep is 2, which has no effect without min_p"),
+        (
+            {"xtc_threshold": 0.2, "temp": 1.0},
+            "xtc_threshold is 0.2, which has no effect without xtc_probability",
+        ),
+        (
+            {"repetition_context_size": 5},
+            "repetition_context_size is 5, which has no effect without repetition_pen",
+        ),
+        (
+            {"temp": 0.0, "xtc_probability": 0.2},
+            "xtc_probability is 0.2, which has no effect at temperature 0",
+        ),
+        (
+            {"temp": 1.0, "min_tokens_to_keep": 2},
+            "min_tokens_to_keep is 2, which has no effect without min_p",
+        ),
         ({"temp": 0, "seed": 3}, "seed is 3, which has no effect at temperature 0"),
         ({"temp": 1.0, "top_p": 0}, "top_p is 0; expected above 0"),
         ({"temp": 1, "top_k": 300}, "top_k is 300; expected at most 299"),
@@ -77,7 +99,11 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
     [
         ({}, {}, {"temp": 0.0, "top_p": 1.0}),
         ({"temp": 0.2}, {"temp": 0.7, "top_p": 0.9}, {"temp": 0.2, "top_p": 0.9}),
-        ({"temp": 0.0}, {"temp": 0.7, "top_p": 0.9, "repetition_penalty": 2}, {"top_p": 1, "repetition_penalty": 2}),
+        (
+            {"temp": 0.0},
+            {"temp": 0.7, "top_p": 0.9, "repetition_penalty": 2},
+            {"top_p": 1, "repetition_penalty": 2},
+        ),
         ({"top_p": 0.5}, {"temp": 0.7, "top_p": 0.9}, {"temp": 0.7, "top_p": 0.5}),
         ({"top_p": 0.5}, {"temp": 0.0}, {"temp": 1.0, "top_p": 0.5}),
         ({"seed": 4}, {}, {"temp": 1.0, "seed": 4}),
@@ -121,7 +147,9 @@ def test_a_value_is_refused_or_leaves_a_token_to_draw(name: str) -> None:
     taken, refused = 0, []
     for value in (sign * each for each in EXTREME for sign in (1, -1)):
         needs = "" if name == "logit_bias" else OPTIONS[name].metadata["needs"]
-        others = {"min_tokens_to_keep": {"min_p": 0.5}, "xtc_threshold": {"xtc_probability": 1.0}}.get(name, {})
+        others = {"min_tokens_to_keep": {"min_p": 0.5}, "xtc_threshold": {"xtc_probability": 1.0}}.get(
+            name, {}
+        )
         others |= {needs: 1.5} if needs.endswith("penalty") else {}
         given: Any = {5: value, 6: value} if name == "logit_bias" else value
         try:
@@ -144,13 +172,22 @@ def test_a_value_is_refused_or_leaves_a_token_to_draw(name: str) -> None:
 def test_words_for_off(tmp_path: Path) -> None:
     """Both are mlx-lm's and vLLM's: one refused the first, the other the second."""
     for options in ({"top_k": -1}, {"repetition_penalty": 0}, {"top_k": -1, "repetition_penalty": 0.0}):
-        assert SamplingOptions(temp=0.5, seed=1, **options).filled() == SamplingOptions(temp=0.5, seed=1).filled()
+        assert (
+            SamplingOptions(temp=0.5, seed=1, **options).filled()
+            == SamplingOptions(temp=0.5, seed=1).filled()
+        )
         assert not any(map(SamplingOptions(**options).changes, options))
         assert _read(tmp_path, **options) == {name: NEUTRAL[name] for name in options}
         model = {"temp": 0.7, "top_k": 5, "repetition_penalty": 1.3}
-        assert all(getattr(SamplingOptions(**options).filled(model), name) == NEUTRAL[name] for name in options)
+        assert all(
+            getattr(SamplingOptions(**options).filled(model), name) == NEUTRAL[name] for name in options
+        )
     assert make_sampler(1.0, top_k=-1, seed=1) == make_sampler(1.0, seed=1)
-    assert make_logits_processors(repetition_penalty=0) == theirs.make_logits_processors(repetition_penalty=0) == []
+    assert (
+        make_logits_processors(repetition_penalty=0)
+        == theirs.make_logits_processors(repetition_penalty=0)
+        == []
+    )
 
 
 def test_each_option_has_one_definition() -> None:
@@ -176,8 +213,14 @@ def _read(folder: Path, given: tuple[str, ...] = (), **settings: Any) -> dict[st
         ({"eos_token_id": 3, "max_new_tokens": 20, "temperature": None}, {}),
         ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, {"temp": 0.7, "top_p": 0.8, "top_k": 20}),
         ({"do_sample": True, "top_p": 0.8, "min_p": 0.05}, {"temp": 1.0, "top_p": 0.8, "min_p": 0.05}),
-        ({"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05}, {"temp": 0, "repetition_penalty": 1.05}),
-        ({"do_sample": False, "temperature": 0.7, "repetition_penalty": 2}, {"temp": 0, "repetition_penalty": 2}),
+        (
+            {"do_sample": True, "temperature": 1e-6, "repetition_penalty": 1.05},
+            {"temp": 0, "repetition_penalty": 1.05},
+        ),
+        (
+            {"do_sample": False, "temperature": 0.7, "repetition_penalty": 2},
+            {"temp": 0, "repetition_penalty": 2},
+        ),
         ({"temperature": 1, "top_k": 0}, {"temp": 1, "top_k": 0}),
     ],
 )

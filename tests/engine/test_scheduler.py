@@ -38,7 +38,10 @@ def test_every_request_as_alone(pocket: Pocket, prompts: list[list[int]]) -> Non
     told = run_all(scheduler, requests)
     for request in requests:
         tokens = told[request]
-        settings: dict[str, Any] = {"sampler": request.sampler, "logits_processors": request.logits_processors}
+        settings: dict[str, Any] = {
+            "sampler": request.sampler,
+            "logits_processors": request.logits_processors,
+        }
         expected = list(stream_generate(*pocket, request.prompt, request.max_tokens, kv_bits=0, **settings))
         assert [(t.token, t.finish_reason) for t in tokens] == [(r.token, r.finish_reason) for r in expected]
         for token, response in zip(tokens, expected, strict=True):
@@ -60,7 +63,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sampler": make_sampler(1.0, top_k=99_999)}, ValueError, "top_k"),
     ({"stop_tokens": ["</s>"]}, ValueError, "stop_tokens is"),
     ({"prompt": [5] * 3000}, ContextError, "the prompt has 3000 tokens"),
-    ({"prompt": [5] * 500, "max_tokens": 600}, ContextError, "1 answers of up to 600 need 9 pages .*; the pool has 8"),
+    (
+        {"prompt": [5] * 500, "max_tokens": 600},
+        ContextError,
+        "1 answers of up to 600 need 9 pages .*; the pool has 8",
+    ),
 ]
 
 
@@ -120,10 +127,16 @@ def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
 @pytest.mark.parametrize(
     ("runs", "lengths", "begun"),
     [
-        pytest.param(True, (40, 60, 28, 1, 200, 5), [[0, 1, 2], [3], [], [4, 5]], id="beside an answer a chunk a step"),
-        pytest.param(True, (700,), [[], [], [], [], [], [0]], id="a long one in chunks between the tokens of another"),
+        pytest.param(
+            True, (40, 60, 28, 1, 200, 5), [[0, 1, 2], [3], [], [4, 5]], id="beside an answer a chunk a step"
+        ),
+        pytest.param(
+            True, (700,), [[], [], [], [], [], [0]], id="a long one in chunks between the tokens of another"
+        ),
         pytest.param(False, (200, 300, 12, 1), [[0, 1, 2]], id="beside none a long chunk"),
-        pytest.param(False, (200,) * 6, [[0, 1], [2, 3], [4], [], [5]], id="two long chunks before the first go on"),
+        pytest.param(
+            False, (200,) * 6, [[0, 1], [2, 3], [4], [], [5]], id="two long chunks before the first go on"
+        ),
     ],
 )
 def test_which_prompts_are_fed_in_a_step(
@@ -187,7 +200,9 @@ def test_answers_that_are_cancelled_before_they_begin(pocket: Pocket, heldout_id
 def test_a_prompt_whose_client_left_is_gone_on_with(
     pocket: Pocket, heldout_ids: list[int], deterministic: bool
 ) -> None:
-    """Each try begins where the one before was cancelled, and the last one's answer is that of a request alone."""
+    """Each try begins where the one before was cancelled, and the last one's answer is that of a request
+    alone.
+    """
     scheduler, pool = scheduler_of(pocket[0], deterministic=deterministic)
     other = Request([5], max_tokens=40)
     scheduler.submit(other)
@@ -215,7 +230,9 @@ def test_pages_that_are_only_promised_throw_out_no_beginning(
     stored, other = heldout_ids[:410], heldout_ids[500:630]
     run_all(scheduler, [Request(stored, max_tokens=1)])
     drafts = drafts_of(source)
-    request = Request(other, max_tokens=600, answers=answers, drafts=None if drafts is None else drafts.beside(pool))
+    request = Request(
+        other, max_tokens=600, answers=answers, drafts=None if drafts is None else drafts.beside(pool)
+    )
     scheduler.submit(request)
     told = [token for _ in range(6) for token in scheduler.step()]
     assert pool.num_free < 3  # no other request could have them
@@ -238,7 +255,12 @@ def test_why_no_more_of_a_prompt_was_shared(
     for prompt, cached, miss, said in (
         (ids, 0, "new", f"0 of 300 prompt tokens were stored; then [], sent {ids[:8]}"),
         ([*ids, 5, 6, 7], 300, "new", "300 of 303 prompt tokens"),
-        ([*ids[:200], 7, 8], 200, "differs", f"200 of 202 prompt tokens were stored; then {ids[200:208]}, sent [7, 8]"),
+        (
+            [*ids[:200], 7, 8],
+            200,
+            "differs",
+            f"200 of 202 prompt tokens were stored; then {ids[200:208]}, sent [7, 8]",
+        ),
     ):
         with caplog.at_level("DEBUG", "kvant.engine"):
             first = run_all(scheduler, [Request(prompt, max_tokens=1)]).popitem()[1][0]

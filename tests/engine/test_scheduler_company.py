@@ -1,4 +1,6 @@
-"""Requests in any company have the tokens of each alone; of a deterministic scheduler, bit for bit, and logits too."""
+"""Requests in any company have the tokens of each alone; of a deterministic scheduler, bit for bit, and
+logits too.
+"""
 
 import hashlib
 import random
@@ -10,7 +12,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import pytest
 from support.batches import PAGES, alone, run_all, scheduler_of
-from support.checkpoints import mistral_config, qwen2_config, qwen3_moe_config, reference_model, save_checkpoint
+from support.checkpoints import (
+    mistral_config,
+    qwen2_config,
+    qwen3_moe_config,
+    reference_model,
+    save_checkpoint,
+)
 from support.counts import count
 from support.openblas import has_small_products
 from support.prefill import prefill
@@ -136,7 +144,9 @@ def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_callers_cache_is_shared_with_nobody(pocket: Any, heldout_ids: list[int], deterministic: bool) -> None:
+def test_a_callers_cache_is_shared_with_nobody(
+    pocket: Any, heldout_ids: list[int], deterministic: bool
+) -> None:
     """Its rows, and so those behind it, may come from chunks of any length."""
     model, _ = pocket
     cache = model.make_cache(600, kv_bits=0)
@@ -149,7 +159,9 @@ def test_a_callers_cache_is_shared_with_nobody(pocket: Any, heldout_ids: list[in
 
 @pytest.mark.parametrize("bits", [0, 8, 4])
 def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
-    """Steps are begun before their tokens are known, beginnings are shared in part, and answers leave at any time."""
+    """Steps are begun before their tokens are known, beginnings are shared in part, and answers leave at
+    any time.
+    """
     model = pocket[0]
     rng = random.Random(bits)
     scheduler, pool = scheduler_of(model, bits, 14, max_batch=6, pool={"max_seq_len": 512})
@@ -159,7 +171,9 @@ def test_tokens_are_those_of_a_request_alone(pocket: Any, bits: int) -> None:
     cached = 0
     for _ in range(count(40, 900)):
         if rng.random() < 0.3 and len(open_requests) < 14:
-            made = Request(_prompt(rng, told), max_tokens=rng.randrange(1, 50), stop_tokens=rng.sample(range(1280), 30))
+            made = Request(
+                _prompt(rng, told), max_tokens=rng.randrange(1, 50), stop_tokens=rng.sample(range(1280), 30)
+            )
             scheduler.submit(made)
             open_requests.append(made)
         if open_requests and rng.random() < 0.1:

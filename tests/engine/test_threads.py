@@ -1,4 +1,6 @@
-"""Threads and forks: one thread at a time through a cache, any number with a cache each, and no forked process."""
+"""Threads and forks: one thread at a time through a cache, any number with a cache each, and no forked
+process.
+"""
 
 import _thread
 import copy
@@ -82,7 +84,9 @@ def test_two_threads_at_once(pocket: Pocket) -> None:
     assert len(lines) == len(USES)
     for line in lines:
         outcomes = eval(line)
-        assert all(outcome.startswith(("done", IN_USE, "the run was ended")) for outcome in outcomes), outcomes
+        assert all(outcome.startswith(("done", IN_USE, "the run was ended")) for outcome in outcomes), (
+            outcomes
+        )
         assert any(outcome != "done" for outcome in outcomes), outcomes
     assert last == "['done', 'done']"
 
@@ -159,7 +163,9 @@ def test_one_thread_after_the_other(pocket: Pocket) -> None:
 
     questions = ["Hello!", "Tell me a story.", "Another one."]
     here, there = (Conversation(*pocket, model.make_cache(400)) for _ in range(2))
-    assert [say(here, question) for question in questions] == [_apart(say, there, question) for question in questions]
+    assert [say(here, question) for question in questions] == [
+        _apart(say, there, question) for question in questions
+    ]
 
 
 FORK = """

@@ -122,7 +122,9 @@ async def test_clients_that_leave_at_random() -> None:
     rng = random.Random(1)
     line = Line()
     for _ in range(300):
-        tasks = [asyncio.ensure_future(line.ask("x", rng.choice("abc"), rng.randrange(999))) for _ in range(9)]
+        tasks = [
+            asyncio.ensure_future(line.ask("x", rng.choice("abc"), rng.randrange(999))) for _ in range(9)
+        ]
         for _ in range(30):
             await asyncio.sleep(0)
             for task in rng.sample(tasks, rng.randrange(3)):

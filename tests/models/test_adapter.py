@@ -76,7 +76,9 @@ for kind, config in CONFIGS.items():
 def test_logits_are_mlx_lms(tmp_path: Path, name: str) -> None:
     """And others than without the adapter; an adapter of floating-point weights is fused: no more work."""
     raw, made, settings = CASES[name]
-    (folder, base), (_, own), (_, same) = (write_reference(tmp_path / "model", raw, *(made or ())) for _ in range(3))
+    (folder, base), (_, own), (_, same) = (
+        write_reference(tmp_path / "model", raw, *(made or ())) for _ in range(3)
+    )
     adapter = save_adapter(tmp_path / "adapter", settings, own)
     expected = reference_logits(adapted_reference(same, adapter), IDS)
     assert relative_error(reference_logits(base, IDS), expected) > 100 * TOLERANCE
@@ -173,7 +175,11 @@ def _settings(key: str, value: Any) -> dict[str, Any]:
 
 
 HARMS: list[tuple[dict[str, Any], Tensors, str]] = [
-    *((_settings(key, value), {}, said(key, value)) for key, values in BAD_VALUES.items() for value in values),
+    *(
+        (_settings(key, value), {}, said(key, value))
+        for key, values in BAD_VALUES.items()
+        for value in values
+    ),
     *((settings, {}, message) for settings, message in SETTINGS),
     *(({}, tensors, message) for tensors, message in TENSORS),
     (adapter_config(["lm_head"]), NOTHING | HEAD, "the model has no matrix lm_head of its own"),
@@ -198,19 +204,25 @@ def test_a_file_that_is_missing(saved: tuple[Path, Path], tmp_path: Path, name: 
 
 
 def test_dora_where_it_cannot_be_is_refused(tmp_path: Path) -> None:
-    """Of quantized weights; of experts, for which mlx-lm makes none; of a row of zeros, whose norm it divides by."""
+    """Of quantized weights; of experts, for which mlx-lm makes none; of a row of zeros, whose norm it
+    divides by.
+    """
     folder, model = write_reference(tmp_path / "4 bits", THREE, 4, 64)
     adapter = save_adapter(tmp_path / "adapter", adapter_config(SOME, kind="dora"), model)
     _refused(folder, adapter, r"q_proj is quantized; a DoRA adapter")
     folder, _ = write_reference(tmp_path / "zeros", THREE)
     change_tensors(folder / "model.safetensors", {f"{Q}.weight": mx.zeros((128, 128))})
-    adapter = save_adapter(tmp_path / "of zeros", adapter_config(SOME, kind="dora"), reference_model(THREE), size=0.0)
+    adapter = save_adapter(
+        tmp_path / "of zeros", adapter_config(SOME, kind="dora"), reference_model(THREE), size=0.0
+    )
     _refused(folder, adapter, "q_proj: not finite with the adapter's part in it")
     folder, _ = write_reference(tmp_path / "experts", SPARSE)
     experts = "model.layers.0.mlp.switch_mlp.up_proj"
     parts = {"lora_a": mx.ones((8, 4, 128)), "lora_b": mx.ones((8, 128, 4)), "m": mx.ones((8, 128))}
     (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(kind="dora")))
-    mx.save_safetensors(str(adapter / "adapters.safetensors"), {f"{experts}.{name}": x for name, x in parts.items()})
+    mx.save_safetensors(
+        str(adapter / "adapters.safetensors"), {f"{experts}.{name}": x for name, x in parts.items()}
+    )
     _refused(folder, adapter, f"{experts} has experts; a DoRA adapter")
 
 
@@ -241,7 +253,9 @@ def test_more_keys_or_tensors_than_the_model_has(tmp_path: Path) -> None:
     _adapter_of_one(tmp_path, [Q, *(f"{i:x}" for i in range(8401))])
     with _little_memory(20_000_000):
         assert Adapter(adapter, deep, everything(deep)).take({Q: 16}, mx.float32) is not None
-    header = {f"{i:x}.lora_a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2 * 8402 + 1)}
+    header = {
+        f"{i:x}.lora_a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(2 * 8402 + 1)
+    }
     (adapter / "adapters.safetensors").write_bytes(file_bytes(header, 0))
     with _little_memory(50_000_000), one_line(CheckpointError, "16805 tensors; expected at most 16804"):
         Adapter(adapter, deep, everything(deep))

@@ -36,7 +36,9 @@ def test_every_architecture_is_tested() -> None:
 def test_the_plan_is_what_is_held(tmp_path: Path, kind: str, tied: bool, weights: tuple[Any, ...]) -> None:
     write_reference(tmp_path, CONFIGS[kind] | {"tie_word_embeddings": tied}, *weights)
     checkpoint, model = Checkpoint.from_folder(tmp_path), load_decoder(tmp_path)
-    assert checkpoint.stored_bytes == sum(x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values())
+    assert checkpoint.stored_bytes == sum(
+        x.nbytes for x in mx.load(str(tmp_path / "model.safetensors")).values()
+    )
     for bits in (0, 8, 4):
         settings = Settings(cache=CacheOptions(kv_bits=bits, bias_split=False))
         planned = plan(checkpoint, max_kv_size=50, settings=settings, device="cpu")

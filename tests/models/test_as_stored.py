@@ -1,4 +1,6 @@
-"""What a checkpoint's tensors say other than its config.json: the head, formats of single matrices, its files."""
+"""What a checkpoint's tensors say other than its config.json: the head, formats of single matrices, its
+files.
+"""
 
 import json
 from pathlib import Path
@@ -35,13 +37,17 @@ SECOND = "model-00002-of-00002.safetensors"
 
 
 def _untied(folder: Path, said: bool | None, *quantized: Any, shards: int = 1, **changes: Any) -> nn.Module:
-    """mlx-lm's model with a head of its own, on disk beside a config.json that ties it, or says nothing of it."""
+    """mlx-lm's model with a head of its own, on disk beside a config.json that ties it, or says nothing of
+    it.
+    """
     config = llama_config(tie_word_embeddings=False, **changes)
     reference = reference_model(config)
     if quantized:
         config = quantize_reference(config, reference, *quantized)
     saved = config | {"tie_word_embeddings": said}
-    save_checkpoint(folder, {key: value for key, value in saved.items() if value is not None}, reference, shards)
+    save_checkpoint(
+        folder, {key: value for key, value in saved.items() if value is not None}, reference, shards
+    )
     return reference
 
 
@@ -55,7 +61,9 @@ def _check(folder: Path, reference: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("quantized", "shards"), [((), 1), ((), 3), ((4, 32), 1), ((4, 32, "affine", {HEAD: False}), 2)], ids=str
 )
-def test_a_head_that_differs_is_used_though_config_json_ties_it(tmp_path: Path, quantized: Any, shards: int) -> None:
+def test_a_head_that_differs_is_used_though_config_json_ties_it(
+    tmp_path: Path, quantized: Any, shards: int
+) -> None:
     """As transformers does, with a warning."""
     reference = _untied(tmp_path, True, *quantized, shards=shards)
     with pytest.warns(UserWarning, match=WARNING):
@@ -75,7 +83,9 @@ def test_a_copy_of_the_embedding_is_no_second_matrix(tmp_path: Path, quantized: 
     stored = mx.load(str(tmp_path / "model.safetensors"))
     parts = {name: array for name, array in stored.items() if name.startswith(EMBEDDING)}
     mx.eval(parts)  # before their file is written
-    change_tensors(tmp_path / "model.safetensors", {name.replace(EMBEDDING, HEAD): x for name, x in parts.items()})
+    change_tensors(
+        tmp_path / "model.safetensors", {name.replace(EMBEDDING, HEAD): x for name, x in parts.items()}
+    )
     _check(tmp_path, reference)
     assert load_decoder(tmp_path).nbytes == before
     # The last byte counts.
@@ -122,7 +132,9 @@ def test_ranks_and_adapters_know_the_head(tmp_path: Path) -> None:
     joined = mx.concatenate([part.project(x) for part in parts if part is not None], axis=-1)
     assert mx.allclose(joined, x @ head.T, atol=1e-4)
 
-    adapter = save_adapter(tmp_path / "adapter", adapter_config([HEAD, "mlp.up_proj"]), reference_model(_config()))
+    adapter = save_adapter(
+        tmp_path / "adapter", adapter_config([HEAD, "mlp.up_proj"]), reference_model(_config())
+    )
     adapted = adapted_reference(reference_model(_config()), adapter)
     given = load_decoder(source, adapter=adapter)(mx.array([IDS]))[0]
     assert relative_error(given, reference_logits(adapted, IDS)) < TOLERANCE
@@ -133,17 +145,22 @@ def _config() -> dict[str, Any]:
 
 
 def test_a_layer_with_other_bits_is_read_by_its_shapes(tmp_path: Path) -> None:
-    """mlx-lm reads it so too. What config.json names and stores otherwise is refused, by its name and both formats."""
+    """mlx-lm reads it so too. What config.json names and stores otherwise is refused, by its name and both
+    formats.
+    """
     path = "model.layers.1.mlp.down_proj"
     reference = reference_model(qwen2_config())
-    config = quantize_reference(qwen2_config(), reference, 4, 64, "affine", {path: {"bits": 8, "group_size": 32}})
+    config = quantize_reference(
+        qwen2_config(), reference, 4, 64, "affine", {path: {"bits": 8, "group_size": 32}}
+    )
     del config["quantization"][path]
     save_checkpoint(tmp_path, config, reference)
     _check(tmp_path, reference)
     config["quantization"][path] = {"bits": 4, "group_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with one_line(
-        CheckpointError, rf"{path} is stored with 8 bits, groups of 32; config\.json says 4 bits, groups of 64"
+        CheckpointError,
+        rf"{path} is stored with 8 bits, groups of 32; config\.json says 4 bits, groups of 64",
     ):
         load_decoder(tmp_path)
 
@@ -167,7 +184,9 @@ class TestFiles:
         (tmp_path / "model-extra.safetensors").write_bytes(b"not opened")
         _check(tmp_path, reference)
         (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"")
-        with one_line(CheckpointError, r"model-00001-of-00002\.safetensors: not one of them; expected 3 shards"):
+        with one_line(
+            CheckpointError, r"model-00001-of-00002\.safetensors: not one of them; expected 3 shards"
+        ):
             load_decoder(tmp_path)
         (tmp_path / "model-00003-of-00003.safetensors").unlink()
         stored = mx.load(str(tmp_path / SECOND))

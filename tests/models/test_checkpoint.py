@@ -1,4 +1,6 @@
-"""Model folders that cannot be loaded: one clear line each, that names what was given and what was expected."""
+"""Model folders that cannot be loaded: one clear line each, that names what was given and what was
+expected.
+"""
 
 import json
 import math
@@ -71,16 +73,28 @@ def _quantized(**changes: Any) -> dict[str, Any]:
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (qwen2_config(architectures=["GemmaForCausalLM"]), "GemmaForCausalLM is not supported"),
-    (qwen2_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM with model_type 'qwen2'; expected 'llama'"),
+    (
+        qwen2_config(architectures=["LlamaForCausalLM"]),
+        "LlamaForCausalLM with model_type 'qwen2'; expected 'llama'",
+    ),
     (qwen2_config(model_type="mixtral", architectures=None), "model_type 'mixtral'"),
     (qwen2_config(hidden_size=None), "hidden_size is missing"),
     (qwen3_config(head_dim=None), "head_dim is missing"),
     (qwen2_config(num_attention_heads=3), "num_attention_heads 3 is not a multiple"),
     ({**qwen2_config(), "num_key_value_heads": 32}, "not a multiple of num_key_value_heads 32"),
     (qwen2_config(rope_scaling={"factor": 4.0}), "rope_scaling has factor 4.0"),
-    (qwen2_config(rope_parameters={"full_attention": {"rope_theta": 10.0}}), "rope_parameters has full_attention"),
-    (qwen2_config(rope_parameters={"rope_type": "default"}, rope_scaling={"type": "yarn"}), "rope_scaling and rope"),
-    (qwen2_config(rope_parameters={"rope_type": "default", "type": "yarn"}), "'default' and rope type 'yarn'"),
+    (
+        qwen2_config(rope_parameters={"full_attention": {"rope_theta": 10.0}}),
+        "rope_parameters has full_attention",
+    ),
+    (
+        qwen2_config(rope_parameters={"rope_type": "default"}, rope_scaling={"type": "yarn"}),
+        "rope_scaling and rope",
+    ),
+    (
+        qwen2_config(rope_parameters={"rope_type": "default", "type": "yarn"}),
+        "'default' and rope type 'yarn'",
+    ),
     (qwen2_config(use_sliding_window=True, sliding_window=0, max_window_layers=0), "sliding_window is 0"),
     (qwen2_config(use_sliding_window=True, max_window_layers="1"), "max_window_layers is '1'"),
     (qwen2_config(layer_types=["full_attention"]), "layer_types has 1 layers; num_hidden_layers is 2"),
@@ -95,10 +109,16 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (qwen2_config(**_quantized(lm_head="8")), "lm_head '8'"),
     (qwen2_config(**_quantized(bits=7)), "bits is 7"),
     (qwen2_config(**_quantized(group_size=16)), "group_size is 16"),
-    (qwen2_config(**_quantized(group_size=64, mode="mxfp4")), "mxfp4 with bits 4 and group_size 64; expected"),
+    (
+        qwen2_config(**_quantized(group_size=64, mode="mxfp4")),
+        "mxfp4 with bits 4 and group_size 64; expected",
+    ),
     (qwen2_config(**_quantized(mode="mxfp6")), "'mxfp6' is not supported"),
     (qwen2_config(**_quantized(mode=["mxfp4"])), r"mode is \['mxfp4'\]"),
-    (qwen2_config(**_quantized(group_size=16, mode="nvfp4", lm_head={"global_scale": True})), "global_scale True"),
+    (
+        qwen2_config(**_quantized(group_size=16, mode="nvfp4", lm_head={"global_scale": True})),
+        "global_scale True",
+    ),
 ]
 
 
@@ -135,7 +155,10 @@ def _header(rng: random.Random) -> bytes:
         size = int(math.prod(shape) * sizes[dtype])
         header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
         end += size
-    spoil, entry = rng.randrange(8), rng.choice([*header.values(), {"data_offsets": [0, 0], "dtype": "", "shape": [0]}])
+    spoil, entry = (
+        rng.randrange(8),
+        rng.choice([*header.values(), {"data_offsets": [0, 0], "dtype": "", "shape": [0]}]),
+    )
     bad: dict[str, list[Any]] = {
         "shape": [[-1], [2**63], [1.0], "x", None, [True], [[]], [2**40, 2**40]],
         "dtype": ["F33", "f32", None, 4, "I32", "C64"],
@@ -173,7 +196,9 @@ def test_shards_and_a_copy_of_the_embedding_as_a_head(make_checkpoint: Make) -> 
     change_tensors(files[0], {"lm_head.weight": reference.model.embed_tokens.weight})  # tied
     assert load_decoder(folder).nbytes_read == load_decoder(folder).nbytes
     ids = list(range(1, 20))
-    assert relative_error(load_decoder(folder)(mx.array([ids]))[0], reference_logits(reference, ids)) < TOLERANCE
+    assert (
+        relative_error(load_decoder(folder)(mx.array([ids]))[0], reference_logits(reference, ids)) < TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])

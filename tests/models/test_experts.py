@@ -33,7 +33,8 @@ from kvant.tools.plan import Checkpoint, plan
 TOLERANCE = 1e-4  # of the largest number
 IDS = [(7 + 31 * i) % 300 for i in range(160)]
 LAYERS = "model.layers"
-WAYS = ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1))  # and from where on cores share
+# and from where on cores share
+WAYS = ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns, 1))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,9 @@ WAYS = ((takes_turns, 10**9), (lambda rows, experts: False, 10**9), (takes_turns
 def test_every_way_to_compute_them_is_mlx_lms(
     tmp_path: Path, numbers: tuple[int, int], normalized: bool, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few rows, with sorted rows through one product (as on a GPU), and through one expert after the other."""
+    """With few rows, with sorted rows through one product (as on a GPU), and through one expert after the
+    other.
+    """
     sizes = {"num_experts": numbers[0], "num_experts_per_tok": numbers[1], "norm_topk_prob": normalized}
     config, formats = qwen3_moe_config(**sizes, mlp_only_layers=[]), () if form == "dense" else (8, 32)
     (folder, own), (_, reference) = (write_reference(tmp_path / "model", config, *formats) for _ in range(2))
@@ -89,16 +92,47 @@ def test_every_way_to_store_them_is_the_same(tmp_path: Path, weights: dict[str, 
 
 EXPERTS = f"{LAYERS}.1.mlp.experts"
 WRONG: list[tuple[str, dict[str, mx.array | None], str]] = [
-    *(("each", {f"{EXPERTS}.{n}.up_proj.weight": None}, f"{EXPERTS}.{n}.up_proj.weight is missing") for n in (0, 3)),
-    ("each", {f"{EXPERTS}.7.down_proj.weight": mx.ones((128, 127))}, r"7.down_proj.weight has shape \(128, 127\)"),
-    ("each", {f"{EXPERTS}.7.down_proj.weight": mx.ones((128, 128), mx.int32)}, "7.down_proj.weight has dtype I32"),
-    ("each", {f"{EXPERTS}.8.up_proj.weight": mx.ones((128, 128))}, rf"unexpected tensor {EXPERTS}.8.up_proj.weight"),
-    ("each", {f"{EXPERTS}.7.up_proj.scales": mx.ones((128, 4))}, rf"unexpected tensor {EXPERTS}.7.up_proj.scales"),
-    ("each", {f"{EXPERTS}.gate_up_proj": mx.ones((8, 256, 128))}, rf"unexpected tensor {EXPERTS}.0.gate_proj.weight"),
+    *(
+        ("each", {f"{EXPERTS}.{n}.up_proj.weight": None}, f"{EXPERTS}.{n}.up_proj.weight is missing")
+        for n in (0, 3)
+    ),
+    (
+        "each",
+        {f"{EXPERTS}.7.down_proj.weight": mx.ones((128, 127))},
+        r"7.down_proj.weight has shape \(128, 127\)",
+    ),
+    (
+        "each",
+        {f"{EXPERTS}.7.down_proj.weight": mx.ones((128, 128), mx.int32)},
+        "7.down_proj.weight has dtype I32",
+    ),
+    (
+        "each",
+        {f"{EXPERTS}.8.up_proj.weight": mx.ones((128, 128))},
+        rf"unexpected tensor {EXPERTS}.8.up_proj.weight",
+    ),
+    (
+        "each",
+        {f"{EXPERTS}.7.up_proj.scales": mx.ones((128, 4))},
+        rf"unexpected tensor {EXPERTS}.7.up_proj.scales",
+    ),
+    (
+        "each",
+        {f"{EXPERTS}.gate_up_proj": mx.ones((8, 256, 128))},
+        rf"unexpected tensor {EXPERTS}.0.gate_proj.weight",
+    ),
     ("joined", {f"{EXPERTS}.down_proj": None}, "mlp.switch_mlp.down_proj.weight is missing"),
-    ("joined", {f"{EXPERTS}.gate_up_proj": mx.ones((8, 128, 128))}, r"gate_up_proj has shape .* \(8, 256, 128\)"),
+    (
+        "joined",
+        {f"{EXPERTS}.gate_up_proj": mx.ones((8, 128, 128))},
+        r"gate_up_proj has shape .* \(8, 256, 128\)",
+    ),
     ("joined", {f"{EXPERTS}.down_proj": mx.ones((7, 128, 128))}, r"down_proj has shape \(7, 128, 128\)"),
-    ("joined", {f"{LAYERS}.0.mlp.experts.down_proj": mx.ones((8, 128, 128))}, "unexpected tensor .*0.mlp.experts"),
+    (
+        "joined",
+        {f"{LAYERS}.0.mlp.experts.down_proj": mx.ones((8, 128, 128))},
+        "unexpected tensor .*0.mlp.experts",
+    ),
 ]
 
 
@@ -107,7 +141,9 @@ def test_what_is_missing_or_wrong_is_named(
     tmp_path: Path, weights: dict[str, mx.array], way: str, changes: dict[str, mx.array | None], message: str
 ) -> None:
     stored = stored_by_transformers(weights, way) | changes
-    folder = save_checkpoint(tmp_path, qwen3_moe_config(), {name: x for name, x in stored.items() if x is not None})
+    folder = save_checkpoint(
+        tmp_path, qwen3_moe_config(), {name: x for name, x in stored.items() if x is not None}
+    )
     with one_line(CheckpointError, message):
         load_decoder(folder)
 
@@ -127,7 +163,9 @@ def test_a_token_reads_few_of_them(tmp_path: Path, tied: bool, quantized: tuple[
 def test_the_benchmark_gives_mlx_lm_what_transformers_5_does_not_save(
     tmp_path: Path, weights: dict[str, mx.array]
 ) -> None:
-    """The number of experts, and which layers have them; and what of them a step reads is what it is in kvant."""
+    """The number of experts, and which layers have them; and what of them a step reads is what it is in
+    kvant.
+    """
     config = qwen3_moe_config(num_local_experts=8)
     del config["num_experts"], config["decoder_sparse_step"]
     folder = save_checkpoint(tmp_path / "each", config, stored_by_transformers(weights, "each"))

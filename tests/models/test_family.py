@@ -1,4 +1,6 @@
-"""What a config.json of the family says, and leaves out: against transformers' own config classes; what is refused."""
+"""What a config.json of the family says, and leaves out: against transformers' own config classes; what is
+refused.
+"""
 
 import math
 from pathlib import Path
@@ -25,7 +27,12 @@ from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.rope import Rope, read_rope
 
-REQUIRED: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 5, "intermediate_size": 64, "vocab_size": 100}
+REQUIRED: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 5,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
 REQUIRED["num_attention_heads"] = 32
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -51,7 +58,9 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     # But for the context: where mlx-lm's class has no default, there is no limit.
     default = mlx_lm_module(kind).ModelArgs.__dataclass_fields__["max_position_embeddings"].default
     assert ours.max_position_embeddings == (theirs.max_position_embeddings if default is not None else None)
-    assert ours.rotates == tuple(map(bool, getattr(theirs, "no_rope_layers", [True] * ours.num_hidden_layers)))
+    assert ours.rotates == tuple(
+        map(bool, getattr(theirs, "no_rope_layers", [True] * ours.num_hidden_layers))
+    )
     network = mlx_lm_model(theirs.to_dict() | {"rope_theta": ours.rope.theta})
     names = {name for name, _ in tree_flatten(network.parameters())}
     vectors = {name for name, shape in tensor_shapes(ours).items() if len(shape) == 1}
@@ -63,7 +72,9 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
         )  # fmt: skip
         assert experts.layers == (theirs.decoder_sparse_step == 1,) * 5
     assert ours.attention_bias == any(name.endswith("q_proj.bias") for name in names)
-    assert bool(ours.architecture.of_role("query_norm")) == any(name.endswith("q_norm.weight") for name in names)
+    assert bool(ours.architecture.of_role("query_norm")) == any(
+        name.endswith("q_norm.weight") for name in names
+    )
 
 
 @pytest.mark.parametrize(
@@ -90,7 +101,13 @@ def test_what_is_left_out_is_transformers_default(kind: str, nulls: bool) -> Non
     ],
 )
 def test_the_windows_of_the_layers(kind: str, settings: dict[str, Any], windows: list[int | None]) -> None:
-    raw = {"model_type": kind, **REQUIRED, "num_key_value_heads": 2, "max_position_embeddings": 9000, **settings}
+    raw = {
+        "model_type": kind,
+        **REQUIRED,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 9000,
+        **settings,
+    }
     config = ModelConfig.from_dict(raw)
     assert config.windows == tuple(windows)
     assert config.max_position_embeddings == 9000
@@ -174,7 +191,14 @@ def test_dynamic_positions_need_two_pairs() -> None:
 
 
 ODD = st.one_of(
-    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=2)),
+    *(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=3),
+        st.lists(st.integers(), max_size=2),
+    ),
     *(st.floats(1e-6, 1e6), st.integers(1, 100_000)),
 )
 NAMES = ["factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]

@@ -28,7 +28,12 @@ from kvant.models import Quantization, load_decoder
 
 IDS = [(7 + 31 * i) % 300 for i in range(33)]  # of two experts each, enough to be sorted
 FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-FORMATS = [("affine", 4, 64), ("affine", 3, 32), ("affine", 8, 128), *((mode, *FLOATS[mode]) for mode in FLOATS)]
+FORMATS = [
+    ("affine", 4, 64),
+    ("affine", 3, 32),
+    ("affine", 8, 128),
+    *((mode, *FLOATS[mode]) for mode in FLOATS),
+]
 FLOAT16 = [mx.float16, mx.bfloat16]
 OTHERS = [(4, 32), (4, 128), (8, 32), (8, 64), (2, 64), (5, 64), (6, 64)]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -90,7 +95,12 @@ OF_EXPERTS = {
 }
 # A config, formats as of quantize_reference; how many matrices q, k, v and gate, up are.
 MIXED: list[tuple[str, tuple[Any, ...], int, int]] = [
-    ("qwen2", (4, 64, "affine", dict.fromkeys(("v_proj", "up_proj"), format_of(8, 32)) | {"down_proj": False}), 3, 2),
+    (
+        "qwen2",
+        (4, 64, "affine", dict.fromkeys(("v_proj", "up_proj"), format_of(8, 32)) | {"down_proj": False}),
+        3,
+        2,
+    ),
     ("llama", (4, 32, "mxfp4", OF_LLAMA), 3, 1),
     ("experts in each layer", (4, 64, "affine", OF_EXPERTS, False), 1, 2),
 ]
@@ -105,7 +115,10 @@ def test_formats_mixed_by_projection(
     model = load_decoder(folder)
     check_three_ways(model, reference_logits(reference, IDS), IDS)
     for layer in model.layers:
-        assert (len(layer.self_attn.qkv_proj.matrices), len(layer.mlp.gate_up_proj.matrices)) == (attention, mlp)
+        assert (len(layer.self_attn.qkv_proj.matrices), len(layer.mlp.gate_up_proj.matrices)) == (
+            attention,
+            mlp,
+        )
 
 
 def test_a_format_the_device_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,15 @@ def test_logits_are_transformers(case: str, load: Load) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["qwen2 linear", "llama yarn", "qwen3 yarn", "llama llama3", "smollm3 yarn", "mistral old dynamic", "olmo2 linear"],
+    [
+        "qwen2 linear",
+        "llama yarn",
+        "qwen3 yarn",
+        "llama llama3",
+        "smollm3 yarn",
+        "mistral old dynamic",
+        "olmo2 linear",
+    ],
 )
 def test_the_benchmark_gives_mlx_lm_the_positions_that_it_does_not_read(case: str, tmp_path: Path) -> None:
     from mlx_lm.utils import load_model
@@ -99,24 +107,33 @@ NOTICED: list[tuple[str, dict[str, Any] | str]] = [
     *((f"{model} default", part) for model in MODELS for part in _parts(model)),
     *(("smollm3 default", {"no_rope_layers": layers}) for layers in ([1, 1], [0, 1], [0, 0])),
     *((f"{model} default", {"num_experts_per_tok": n}) for model in MOE for n in (1, 3)),
-    *((case, {"norm_topk_prob": not _config(case)["norm_topk_prob"]}) for case in (f"{m} default" for m in MOE)),
+    *(
+        (case, {"norm_topk_prob": not _config(case)["norm_topk_prob"]})
+        for case in (f"{m} default" for m in MOE)
+    ),
     *((case, {"sliding_window": len(IDS)}) for case in CASES if "window" in case),
 ]
 
 
 @pytest.mark.parametrize(("case", "change"), NOTICED, ids=str)
-def test_what_is_left_out_or_another_is_noticed(case: str, change: dict[str, Any] | str, tmp_path: Path) -> None:
+def test_what_is_left_out_or_another_is_noticed(
+    case: str, change: dict[str, Any] | str, tmp_path: Path
+) -> None:
     folder = _folder(case, tmp_path, **(change if isinstance(change, dict) else {}))
     if isinstance(change, str):
         make = mx.ones_like if change.endswith("norm.weight") else mx.zeros_like
         weights = _weights(case)
-        change_tensors(folder / "model.safetensors", {x: make(weights[x]) for x in weights if x.endswith(change)})
+        change_tensors(
+            folder / "model.safetensors", {x: make(weights[x]) for x in weights if x.endswith(change)}
+        )
     assert relative_error(load_decoder(folder)(mx.array([IDS]))[0], _expected(case)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("entry", FREQUENCIES, ids=lambda e: f"{e['config']['rope_parameters']['rope_type']}")
 def test_frequencies_are_transformers(entry: dict[str, Any]) -> None:
-    """transformers computes them in float32, each with a few roundings. Dynamic's are those at the context limit."""
+    """transformers computes them in float32, each with a few roundings. Dynamic's are those at the context
+    limit.
+    """
     config = ModelConfig.from_dict(entry["config"])
     rotary = config.rope.rotary(config.head_dim)
     np.testing.assert_allclose(rotary.frequencies, entry["frequencies"], rtol=2e-6)

@@ -1,4 +1,6 @@
-"""Model folders made to do harm as a whole: links, code, time and memory, the command. Files: test_hostile_files.py."""
+"""Model folders made to do harm as a whole: links, code, time and memory, the command. Files:
+test_hostile_files.py.
+"""
 
 import json
 import os
@@ -156,7 +158,11 @@ def test_what_is_too_long_is_refused_before_it_is_walked(long: Any) -> None:
     ]
     for refuse, config, keys in refusing:
         for key in keys:
-            for raw in (config | {key: long}, config | {"text_config": {key: long}}, config | {key: [{"a": long}]}):
+            for raw in (
+                config | {key: long},
+                config | {"text_config": {key: long}},
+                config | {key: [{"a": long}]},
+            ):
                 with one_line(ModelError, rf"\b({key}|a) has a length of {len(long)}; expected at most"):
                     refuse(raw)
 
@@ -166,7 +172,9 @@ def test_configs_that_would_take_all_memory(tmp_path: Path, name: str) -> None:
     """Small files whose classes would make objects without end, before a tensor is looked at."""
     kind, changes = BOMBS[name]
     raw = {"model_type": kind, **(NATIVE.get(kind) or CONFIGS[kind])}
-    write_config(tmp_path, raw | ({"text_config": raw["text_config"] | changes} if "text_config" in raw else changes))
+    write_config(
+        tmp_path, raw | ({"text_config": raw["text_config"] | changes} if "text_config" in raw else changes)
+    )
     refused(tmp_path, ModelError, rf"config\.json: {name} (is|has)")
     with one_line(ModelError, name):
         read_folder(tmp_path)  # as a plan does
@@ -179,7 +187,24 @@ def test_no_size_is_allocated_by_asking_a_class() -> None:
     assert mx.get_peak_memory() - mx.get_active_memory() < 10**7
 
 
-JUNK: list[Any] = [None, True, 0, -1, 3, 2**24, 2**70, 0.5, float("nan"), float("inf"), "x", "", [], [0], {}, {"a": 1}]
+JUNK: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    3,
+    2**24,
+    2**70,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    "",
+    [],
+    [0],
+    {},
+    {"a": 1},
+]
 
 
 @pytest.mark.filterwarnings("ignore:config.json ties the output head")
@@ -204,17 +229,34 @@ def test_any_settings_of_a_bridged_config(tmp_path: Path) -> None:
     assert loaded
 
 
-SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 ABSURD: dict[str, Any] = {**dict.fromkeys(SIZES, 2**24), "max_position_embeddings": 2**24}
 ABSURD["num_hidden_layers"] = count(256, 4096)  # tests/tools/plan plans 4096
 ABSURD["quantization"] = {"bits": 3, "group_size": 32}  # planned part by part
 GENERATE = ["generate", "Hello!", "-q", "--model", "."]
 SAID: list[tuple[str, list[str], Callable[[Path], object], str]] = [
     ("native", GENERATE, lambda folder: sparse(folder, {"a": (2**40,)}), "unexpected tensor a"),
-    ("native", GENERATE, lambda folder: change(folder / "config.json", model_file="evil.py"), "model_file names code"),
+    (
+        "native",
+        GENERATE,
+        lambda folder: change(folder / "config.json", model_file="evil.py"),
+        "model_file names code",
+    ),
     ("native", GENERATE, lambda folder: change(folder / "config.json", **ABSURD), "no context fits"),
     *(
-        ("bridged", way, lambda folder: change(folder / "config.json", num_attention_heads=0), "does not take it")
+        (
+            "bridged",
+            way,
+            lambda folder: change(folder / "config.json", num_attention_heads=0),
+            "does not take it",
+        )
         for way in (GENERATE, ["plan", "."])
     ),
 ]
@@ -222,7 +264,11 @@ SAID: list[tuple[str, list[str], Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("folder", "arguments", "spoil", "said"), SAID, indirect=["folder"])
 def test_the_command_says_one_line(
-    folder: Path, arguments: list[str], spoil: Callable[[Path], object], said: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    arguments: list[str],
+    spoil: Callable[[Path], object],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spoil(folder)
     monkeypatch.chdir(folder)
@@ -233,7 +279,18 @@ def test_the_command_says_one_line(
 
 
 def test_the_engines_of_a_benchmark_import_nothing_from_the_current_folder(folder: Path) -> None:
-    options = ["--kv-bits", "8", "--repeats", "1", "--max-tokens", "2", "--prompt-tokens", "8", "--model", "."]
+    options = [
+        "--kv-bits",
+        "8",
+        "--repeats",
+        "1",
+        "--max-tokens",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--model",
+        ".",
+    ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(kvant.__file__).parents[1])}
     program = "import sys; from kvant.cli import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", program, "bench", "--engine", "kvant", *options]

@@ -1,4 +1,6 @@
-"""Files of a model folder made to do harm: one clear line each, no large allocation, and nothing of them runs."""
+"""Files of a model folder made to do harm: one clear line each, no large allocation, and nothing of them
+runs.
+"""
 
 import json
 import os
@@ -30,7 +32,8 @@ HEADERS: list[tuple[bytes, str]] = [
     (file_bytes({"a": TWO, "b": tensor(2, start=4)}, 12), "overlap, at byte 4"),
     (file_bytes({"a": TWO}, 4), "have 8 bytes; 4 are there"),
     (file_bytes({"a": tensor(2, start=-8)}, 8), "no lists of counts"),
-    (file_bytes({"a": tensor(0) | {"shape": [2**32] * 2}}, 0), "other bytes than"),  # and that overflows to nothing
+    # and that overflows to nothing
+    (file_bytes({"a": tensor(0) | {"shape": [2**32] * 2}}, 0), "other bytes than"),
     (file_bytes({"a": TWO}, 8, claim=10**10), "10000000000 bytes in a file of"),
     (file_bytes({"a": TWO}, 8, claim=2**64 - 1), "a header of 1844674407370955"),
     (file_bytes(b"", 0), "a header of 0 bytes"),
@@ -67,8 +70,12 @@ SCALES = {"model.embed_tokens.scales": mx.ones(3)}
 TENSORS: list[tuple[Spoil, str]] = [
     (lambda path: change_tensors(path, SCALES), "no quantization for model.embed_tokens"),
     (_long_header, "a header of 50000000 bytes; expected at most 16777216"),
-    (_sparse({NORM: (7,)}, LONG), r"model\.norm\.weight has shape \(7,\); expected \(600,\)"),  # the last of 40 GB
-    (_sparse({}, {"vocab_size": 2**24, "hidden_size": 2**15}), r"the tensors have 2\d{3}.\d\d GB; this machine has"),
+    # the last of 40 GB
+    (_sparse({NORM: (7,)}, LONG), r"model\.norm\.weight has shape \(7,\); expected \(600,\)"),
+    (
+        _sparse({}, {"vocab_size": 2**24, "hidden_size": 2**15}),
+        r"the tensors have 2\d{3}.\d\d GB; this machine has",
+    ),
     *((_sparse({NORM: shape}), SHAPED) for shape in ((0,), (0, 64), (64, 0), (), (1, 64))),
     *(
         (_sparse({NORM: (64,)}, dtype=dtype, shape=[length]), r"model\.norm\.weight has (dtype|shape)")
@@ -90,7 +97,10 @@ MAPS: list[tuple[Spoil, str]] = [
     (_map(lambda names: names | {"x": ["x.safetensors"]}), "shard \\['x"),
     (_map(lambda names: names | {"x": "x" * 300 + ".safetensors"}), "no such file|cannot be read"),
     (_map(lambda names: names | {"x": names[NORM]}), "tensor x is missing; the index says it is there"),
-    (_map(lambda names: names | {NORM: min({*names.values()} - {names[NORM]})}), "norm.weight is missing; the index"),
+    (
+        _map(lambda names: names | {NORM: min({*names.values()} - {names[NORM]})}),
+        "norm.weight is missing; the index",
+    ),
 ]
 NO_JSON: list[tuple[str | bytes, str]] = [
     ("[" * 100_000, "not JSON"),
@@ -119,7 +129,9 @@ def _edit(*keys: str | int, to: Any) -> Spoil:
 def _deep_sequences(path: Path) -> None:
     """Replacements inside each other, deeper than Python's parser goes."""
     change(path, normalizer="HERE")
-    path.write_text(path.read_text().replace('"HERE"', '{"type": "Sequence", "normalizers": [' * 450 + "]}" * 450))
+    path.write_text(
+        path.read_text().replace('"HERE"', '{"type": "Sequence", "normalizers": [' * 450 + "]}" * 450)
+    )
 
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -129,7 +141,11 @@ TOKENIZERS: list[Harm] = [
     (TOKENIZER, {"normalizer": json.loads("[" * 300 + "]" * 300)}, "cannot be loaded"),
     (TOKENIZER, {"version": "3.0"}, "cannot be loaded"),
     (TOKENIZER, _deep_sequences, "nested too deeply|recursion"),
-    (TOKENIZER, _edit("model", "vocab", "a", to=2**32 - 1), "token id 4294967295; expected an int from 0 to 16777215"),
+    (
+        TOKENIZER,
+        _edit("model", "vocab", "a", to=2**32 - 1),
+        "token id 4294967295; expected an int from 0 to 16777215",
+    ),
     (TOKENIZER, _edit("added_tokens", 0, "id", to=10**12), "token id 1000000000000"),
     (TOKENIZER_CONFIG, {"chat_template": 5}, "chat_template is a JSON int; expected a string"),
     (TOKENIZER_CONFIG, {"chat_template": [{"name": "default"}]}, "objects of a name and a template"),
@@ -198,9 +214,17 @@ CODE: list[Harm] = [
 ]
 NATIVE: list[Harm] = [
     *((WEIGHTS, *harm) for harm in (*HEADERS, *TENSORS)),
-    *((name, text, f"{name}: .*{said}") for name in (*SETTINGS, TOKENIZER, OPENED[6]) for text, said in NO_JSON),
     *(
-        (name, lambda path: os.truncate(path, 10**12), f"{name}: 1000000000000 bytes; expected at most {limit}")
+        (name, text, f"{name}: .*{said}")
+        for name in (*SETTINGS, TOKENIZER, OPENED[6])
+        for text, said in NO_JSON
+    ),
+    *(
+        (
+            name,
+            lambda path: os.truncate(path, 10**12),
+            f"{name}: 1000000000000 bytes; expected at most {limit}",
+        )
         for name, limit in (("config.json", 2**22), (TOKENIZER, 2**26))
     ),
     *TOKENIZERS,
@@ -209,7 +233,11 @@ NATIVE: list[Harm] = [
 ]
 SECOND = "model-00002-of-00002.safetensors"
 SHARDS: list[Harm] = [
-    (SECOND, lambda path: shutil.copy(path.with_name("model-00001-of-00002.safetensors"), path), "is also in"),
+    (
+        SECOND,
+        lambda path: shutil.copy(path.with_name("model-00001-of-00002.safetensors"), path),
+        "is also in",
+    ),
     (SECOND, Path.unlink, f"{SECOND}: no such file"),
     (INDEX, _pickles_for_shards, r"neither model\.safetensors nor model\.s"),
     ("config.json", Path.unlink, r"config\.json: no such file"),
@@ -235,7 +263,10 @@ BRIDGED_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"auto_map": {"AutoModel": "x.py"}}, "auto_map names code"),
     ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; expected at most 1024"),
     ({"num_local_experts": 10**5}, "num_local_experts is 100000; expected at most 4096"),
-    ({"num_hidden_layers": 900, "num_local_experts": 4000}, "num_local_experts is 3600000; expected at most 131072"),
+    (
+        {"num_hidden_layers": 900, "num_local_experts": 4000},
+        "num_local_experts is 3600000; expected at most 131072",
+    ),
     ({"vocab_size": 2**40}, "vocab_size is 1099511627776; expected at most 16777216"),
     ({"hidden_size": -(2**60)}, "hidden_size is -1152921504606846976"),
     ({"vocab_size": 2**24}, r"has shape \(64, 32\); expected \(16777216, 32\)"),
@@ -263,15 +294,22 @@ BRIDGED: list[Harm] = [
     (WEIGHTS, lambda path: mx.save_safetensors(str(path), {"x": mx.zeros(1)}), "is missing"),
     *(("config.json", *harm) for harm in BRIDGED_SETTINGS),
     (TOKENIZER, Path.unlink, r"no such file|no tokenizer\.json"),
-    ("config.json", _without_a_tokenizer, "architecture gpt_oss_2 is not supported"),  # what else is wrong comes first
+    # what else is wrong comes first
+    ("config.json", _without_a_tokenizer, "architecture gpt_oss_2 is not supported"),
 ]
 EMBEDDING = "model.embed_tokens"
 MXFP4: list[Harm] = [
     (WEIGHTS, lambda path, own=own: change_tensors(path, own), said)
     for own, said in (
         ({f"{EMBEDDING}.scales": mx.ones((1280, 2))}, "scales has dtype F32; expected U8"),
-        ({f"{EMBEDDING}.scales": mx.ones((1280, 1), mx.uint8)}, r"scales has shape \(1280, 1\); expected \(1280, 2\)"),
-        ({f"{EMBEDDING}.weight": mx.ones((1280, 5), mx.uint32)}, r"weight has shape \(1280, 5\); expected \(1280, 8\)"),
+        (
+            {f"{EMBEDDING}.scales": mx.ones((1280, 1), mx.uint8)},
+            r"scales has shape \(1280, 1\); expected \(1280, 2\)",
+        ),
+        (
+            {f"{EMBEDDING}.weight": mx.ones((1280, 5), mx.uint32)},
+            r"weight has shape \(1280, 5\); expected \(1280, 8\)",
+        ),
         ({f"{EMBEDDING}.biases": mx.ones((1280, 2))}, f"unexpected tensor {EMBEDDING}.biases"),
     )
 ]

@@ -103,7 +103,9 @@ def test_every_byte_counts(folder: Path) -> None:
     assert (other.model in seen, other.tokenizer) == (True, hashlib.sha256(b"{ }").hexdigest())
 
 
-def test_a_model_that_differs_in_one_number_reads_nothing_of_the_other(pocket_folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_differs_in_one_number_reads_nothing_of_the_other(
+    pocket_folder: Path, tmp_path: Path
+) -> None:
     """Neither from a disk cache nor from a file of a cache."""
     for name in ("one", "other"):
         shutil.copytree(pocket_folder, tmp_path / name)
@@ -158,7 +160,9 @@ def test_weights_that_change_while_they_are_loaded_are_refused(pocket_folder: Pa
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_file_that_changes_while_it_is_hashed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_hashed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, whole = folder / "model.safetensors", hashlib.file_digest
 
     def hashed(file: Any, kind: str) -> Any:
@@ -173,7 +177,9 @@ def test_a_file_that_changes_while_it_is_hashed_is_refused(folder: Path, monkeyp
     assert file_sha256(weights) == hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("harm", ["others can write", "cut", "a list", "numbers", "a folder", "a link", "a pipe"])
+@pytest.mark.parametrize(
+    "harm", ["others can write", "cut", "a list", "numbers", "a folder", "a link", "a pipe"]
+)
 def test_a_record_that_does_not_count(harm: str, folder: Path, record: Path, reads: list[int]) -> None:
     weights = folder / "model.safetensors"
     right = file_sha256(weights)
@@ -197,7 +203,9 @@ def test_a_record_that_does_not_count(harm: str, folder: Path, record: Path, rea
     assert len(reads) == 2
 
 
-def test_the_record_is_the_users_and_bounded(folder: Path, record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_is_the_users_and_bounded(
+    folder: Path, record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(digests, "MOST_FILES", 3)
     before = {*folder.iterdir()}
     for number in range(5):
@@ -207,7 +215,8 @@ def test_the_record_is_the_users_and_bounded(folder: Path, record: Path, monkeyp
         hashlib.sha256(bytes([number]) * (SMALL + 1)).hexdigest() for number in (2, 3, 4)
     ]
     assert record.stat().st_mode & 0o777 == 0o600
-    assert {path.suffix for path in {*folder.iterdir()} - before} == {".safetensors"}  # nothing beside the weights
+    # nothing beside the weights
+    assert {path.suffix for path in {*folder.iterdir()} - before} == {".safetensors"}
 
 
 def test_a_pull_and_the_evidence_use_the_same_record(folder: Path, reads: list[int]) -> None:
@@ -249,7 +258,9 @@ def test_an_adapter_counts(pocket_folder: Path, tmp_path: Path) -> None:
     assert adapted.make_cache(8).pool.identity == adapted.identity
     own = [pocket_folder / "config.json", pocket_folder / "model.safetensors"]
     assert model.identity.model == _digest(*own)
-    assert adapted.identity.model == _digest(*own, adapter / "adapter_config.json", adapter / "adapters.safetensors")
+    assert adapted.identity.model == _digest(
+        *own, adapter / "adapter_config.json", adapter / "adapters.safetensors"
+    )
 
 
 def test_a_bridged_model_has_one(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def test_only_outliers_are_moved_both_elements_of_a_pair_alike_and_nothing_is_ro
 
 
 @pytest.mark.parametrize("config", [qwen3_config(), olmo2_config()], ids=["qwen3", "olmo2"])
-def test_a_model_with_outliers_is_mlx_lms_and_4_bits_do_not_suffer(tmp_path: Path, config: Mapping[str, Any]) -> None:
+def test_a_model_with_outliers_is_mlx_lms_and_4_bits_do_not_suffer(
+    tmp_path: Path, config: Mapping[str, Any]
+) -> None:
     """Three pairs of the second layer's keys 16 times as large, and its queries as much smaller."""
     folder, _ = write_reference(tmp_path, dict(config))
     before = load_decoder(folder)

@@ -23,7 +23,8 @@ FLOATS = [Quantization(4, 32, "mxfp4"), Quantization(8, 32, "mxfp8"), Quantizati
 FORMATS = [2, 3, 4, 5, 6, 8, *FLOATS]
 Format = int | Quantization  # bits of an affine one
 IN = 256
-# Of the largest possible sum: 256 float32 products and additions in any order, and a few roundings of each weight.
+# Of the largest possible sum: 256 float32 products and additions in any order, and a few roundings of each
+# weight.
 TOLERANCE = 1e-6
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the ways differ on a CPU only")
 
@@ -61,9 +62,13 @@ def _cores(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 SHAPES = [(1, IN), (3, IN), (4, IN), (7, IN), (9, IN), (40, IN), (1, 1, IN), (2, 3, IN), (2, 4, IN), (IN,)]
 Patches = dict[str, int]
 # Down to one output at a time, the last part a smaller one.
-IN_PARTS: list[Patches] = [{"DEQUANTIZED": size, "UNPACKED": size} for size in (1, 10 * IN, 11 * IN - 1, 37 * IN - 1)]
+IN_PARTS: list[Patches] = [
+    {"DEQUANTIZED": size, "UNPACKED": size} for size in (1, 10 * IN, 11 * IN - 1, 37 * IN - 1)
+]
 # Outputs fewer than a block, and a rest; with one core and more.
-IN_BLOCKS: list[Patches] = [{"UNPACK_FROM": 1, "UNPACKED": 100 * IN, "PARALLEL": 16 * IN, "cores": n} for n in (1, 3)]
+IN_BLOCKS: list[Patches] = [
+    {"UNPACK_FROM": 1, "UNPACKED": 100 * IN, "PARALLEL": 16 * IN, "cores": n} for n in (1, 3)
+]
 WAYS: list[tuple[Patches, tuple[int, ...], tuple[int, ...]]] = [  # and groups, and numbers of outputs
     ({}, (37,), GROUPS),
     *((each, (37,), (64,)) for each in IN_PARTS),
@@ -74,7 +79,11 @@ WAYS: list[tuple[Patches, tuple[int, ...], tuple[int, ...]]] = [  # and groups, 
 @pytest.mark.parametrize("bits", FORMATS, ids=str)
 @pytest.mark.parametrize(("patches", "outputs", "groups"), WAYS)
 def test_every_format_shape_and_way(
-    monkeypatch: pytest.MonkeyPatch, bits: Format, patches: Patches, outputs: tuple[int, ...], groups: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    bits: Format,
+    patches: Patches,
+    outputs: tuple[int, ...],
+    groups: tuple[int, ...],
 ) -> None:
     if patches and mx.default_device().type != mx.cpu:
         pytest.skip("the ways differ on a CPU only")
@@ -109,7 +118,8 @@ def test_a_row_is_bitwise_the_same_whatever_the_others_are(bits: Format) -> None
         alone = mx.concatenate([row, mx.zeros((count - 1, IN))])
         expected = matrix.project(alone)[0]
         _check(matrix, alone)
-        for place in (0, count - 1) if has_small_products() else (0,):  # other products round by a row's place
+        # other products round by a row's place
+        for place in (0, count - 1) if has_small_products() else (0,):
             company = mx.concatenate([others[:place], row, others[place + 1 :]])
             assert mx.array_equal(matrix.project(company)[place], expected)
 
@@ -117,8 +127,12 @@ def test_a_row_is_bitwise_the_same_whatever_the_others_are(bits: Format) -> None
 @on_a_cpu
 @pytest.mark.parametrize("cores", [1, 2, 3, 5])
 @pytest.mark.parametrize("bits", FORMATS, ids=str)
-def test_in_parallel_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch, bits: Format, cores: int) -> None:
-    """Also with fewer outputs than cores: MLX divides by zero in a product with none, which ended the process."""
+def test_in_parallel_the_numbers_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, bits: Format, cores: int
+) -> None:
+    """Also with fewer outputs than cores: MLX divides by zero in a product with none, which ended the
+    process.
+    """
     _cores(monkeypatch, cores)
     for num_rows in (1, 2, 3, 37):
         matrix = _matrix(num_rows, bits)
@@ -138,7 +152,8 @@ def test_a_few_rows_are_bitwise_what_each_is_alone(monkeypatch: pytest.MonkeyPat
     """Checking a draft rounds as decoding does. Outputs are multiples of 4, as any model's are."""
     monkeypatch.setattr(matrix_module, "UNPACK_FROM_ELEMENTS", 1)
     exact = has_small_products()
-    shapes = ((700, IN, 64), (1100, 1024, 32), (132, 4864, 128))  # one block, several, blocks of 16 to 50 rows
+    # one block, several, blocks of 16 to 50 rows
+    shapes = ((700, IN, 64), (1100, 1024, 32), (132, 4864, 128))
     for num_rows, num_columns, group_size in shapes:
         matrix = _matrix(num_rows, bits, group_size, num_columns)
         x = normal(1, FEW_ROWS, num_columns)
@@ -173,7 +188,9 @@ def test_a_few_rows_of_a_dense_matrix_are_bitwise_what_each_is_alone(
         assert output.shape == (*rows.shape[:-1], shape[1])
         np.testing.assert_allclose(np.array(output).reshape(expected.shape), expected, rtol=1e-4, atol=1e-3)
         if by_gemv or (has_small_products() and shape[1] % 16 == 0):
-            assert mx.array_equal(output.reshape(expected.shape), mx.stack([matrix.project(row) for row in x]))
+            assert mx.array_equal(
+                output.reshape(expected.shape), mx.stack([matrix.project(row) for row in x])
+            )
 
 
 @on_a_cpu
@@ -254,7 +271,9 @@ def test_many_rows_of_a_dense_matrix(monkeypatch: pytest.MonkeyPatch, cores: int
         for shape in ((64,), (0, 64), (1, 1, 64), (9, 64), (3, 4, 64)):
             x = normal(1, *shape)
             output = dense_matrix([weight], mx.float32).project(x)
-            np.testing.assert_allclose(np.array(output), np.array(x) @ np.array(weight).T, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                np.array(output), np.array(x) @ np.array(weight).T, rtol=1e-4, atol=1e-4
+            )
 
 
 @on_a_cpu

@@ -1,4 +1,6 @@
-"""The embedded model is what its card says: its files, its architecture, and answers through a quantized cache."""
+"""The embedded model is what its card says: its files, its architecture, and answers through a quantized
+cache.
+"""
 
 import json
 import re
@@ -18,12 +20,18 @@ Pocket = tuple[Decoder, Any]
 
 def test_it_is_what_its_card_says(pocket: Pocket, pocket_folder: Path) -> None:
     files = {path.name: path.stat().st_size for path in pocket_folder.iterdir() if path.is_file()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "MODEL_CARD.md", "heldout.jsonl"} <= {*files}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "MODEL_CARD.md", "heldout.jsonl"} <= {
+        *files
+    }
     assert sum(files.values()) <= 8_000_000
     config = pocket[0].config
     assert json.loads((pocket_folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     assert (config.head_dim, config.num_attention_heads, config.num_key_value_heads) == (64, 4, 2)
-    assert (config.tie_word_embeddings, config.rope.theta, config.max_position_embeddings) == (True, 1e6, 2048)
+    assert (config.tie_word_embeddings, config.rope.theta, config.max_position_embeddings) == (
+        True,
+        1e6,
+        2048,
+    )
 
 
 def test_its_logits_are_mlx_lms(pocket: Pocket, pocket_mlx_lm: nn.Module, heldout_ids: list[int]) -> None:

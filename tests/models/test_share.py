@@ -1,4 +1,6 @@
-"""What a rank reads of a model: parts of tensors, whole heads, whole quantization groups, and no other bytes."""
+"""What a rank reads of a model: parts of tensors, whole heads, whole quantization groups, and no other
+bytes.
+"""
 
 import os
 import re
@@ -41,7 +43,9 @@ DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.u
 def test_a_part_is_a_slice_and_nothing_else_is_read(tmp_path: Path, dtype: str) -> None:
     rng = np.random.default_rng(sum(dtype.encode()))
     shapes = {"a": (12,), "b": (5, 16), "c": (3, 10, 8)}
-    arrays = {name: mx.array(rng.integers(0, 200, shape)).astype(DTYPES[dtype]) for name, shape in shapes.items()}
+    arrays = {
+        name: mx.array(rng.integers(0, 200, shape)).astype(DTYPES[dtype]) for name, shape in shapes.items()
+    }
     mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
     for name, shape in shapes.items():
         for axis, size in enumerate(shape):
@@ -75,25 +79,33 @@ LATER: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("change", LATER)
-def test_a_file_that_changes_after_its_header_was_read(tmp_path: Path, change: Callable[[Path], object]) -> None:
+def test_a_file_that_changes_after_its_header_was_read(
+    tmp_path: Path, change: Callable[[Path], object]
+) -> None:
     path = tmp_path / "model.safetensors"
     mx.save_safetensors(str(path), {"a": mx.ones((4, 4))})
     tensors = TensorFiles(tmp_path)
     change(path)
     for part in (None, Part(0, ((1, 2),))):
-        with one_line(CheckpointError, r"model\.safetensors: (changed while it was read|MLX does not read it)"):
+        with one_line(
+            CheckpointError, r"model\.safetensors: (changed while it was read|MLX does not read it)"
+        ):
             tensors.take("a", (4, 4), part=part)
 
 
 def _config(heads: int, kv_heads: int, inner: int = 256, group: int = 0, **changes: Any) -> ModelConfig:
     """Heads of 32 elements, and quantization in groups of so many."""
-    raw = llama_config(num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner, head_dim=32)
+    raw = llama_config(
+        num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner, head_dim=32
+    )
     quantization = {"quantization": {"group_size": group, "bits": 4}} if group else {}
     return ModelConfig.from_dict(raw | quantization | changes)
 
 
 def test_shares_of_many_shapes() -> None:
-    """Every head, feature and token is one rank's, evenly; a query head is with its kv head, and no group is cut."""
+    """Every head, feature and token is one rank's, evenly; a query head is with its kv head, and no group
+    is cut.
+    """
     rng = np.random.default_rng(18)
     divided = 0
     for _ in range(count(400, 20_000)):
@@ -108,7 +120,11 @@ def test_shares_of_many_shapes() -> None:
             continue
         divided += 1
         heads = per * max(1, group // D if is_quantized else 1)  # that stay together
-        for name, most, unit in (("queries", K * per, heads), ("inner", inner, max(64, group)), ("vocabulary", 300, 1)):
+        for name, most, unit in (
+            ("queries", K * per, heads),
+            ("inner", inner, max(64, group)),
+            ("vocabulary", 300, 1),
+        ):
             ranges = [getattr(share, name) for share in made]
             assert [ranges[0][0], ranges[-1][1]] == [0, most]
             sizes = [own[1] - own[0] for own in ranges]
@@ -131,11 +147,19 @@ def test_shares_of_many_shapes() -> None:
 MOE = qwen3_moe_config(moe_intermediate_size=64, quantization={"group_size": 64, "bits": 4})
 REFUSED: list[tuple[ModelConfig, int, str]] = [
     (_config(4, 2), 5, "4 query heads: each needs one"),
-    (_config(4, 4, group=128), 2, "4 kv heads of 32 elements in o_proj's quantization groups of 128: a group would be"),
+    (
+        _config(4, 4, group=128),
+        2,
+        "4 kv heads of 32 elements in o_proj's quantization groups of 128: a group would be",
+    ),
     (_config(8, 8, group=128), 3, "8 query heads .* of 128"),
     (_config(12, 12, group=128), 3, "intermediate_size 256 in 2 quantization groups of 128: each needs one"),
     (_config(4, 4, inner=2), 3, "intermediate_size 2: each needs one"),
-    (ModelConfig.from_dict(MOE), 2, "moe_intermediate_size 64 in 1 quantization groups of 64: each needs one"),
+    (
+        ModelConfig.from_dict(MOE),
+        2,
+        "moe_intermediate_size 64 in 1 quantization groups of 64: each needs one",
+    ),
     (_config(4, 2, vocab_size=3), 4, "a vocabulary of 3 tokens"),
 ]
 
@@ -180,8 +204,12 @@ def _expected_bytes(folder: Path, rank: int, ranks: int, norms: bool) -> int:
 
 
 @pytest.mark.parametrize(("name", "config", "bits", "way"), COUNTED)
-def test_only_the_share_is_read(tmp_path: Path, name: str, config: dict[str, Any], bits: int, way: str) -> None:
-    """Exactly the tensors' bytes; of the files, by the process's own count, at most 1 % and the headers more."""
+def test_only_the_share_is_read(
+    tmp_path: Path, name: str, config: dict[str, Any], bits: int, way: str
+) -> None:
+    """Exactly the tensors' bytes; of the files, by the process's own count, at most 1 % and the headers
+    more.
+    """
     folder = _made(tmp_path / "model", config, bits, way)
     parsed, tensors = check_folder(folder)
     for ranks in (2, 4):
@@ -256,7 +284,9 @@ def _adapted(folder: Path, *settings: Any, **changes: Any) -> tuple[Path, Path]:
 
 
 def test_an_adapter_of_other_ranks_layers(tmp_path: Path) -> None:
-    """It changes the last layer only. The first layer's rank takes it too, and asks all ranks whether it is zero."""
+    """It changes the last layer only. The first layer's rank takes it too, and asks all ranks whether it
+    is zero.
+    """
     folder, adapter = _adapted(tmp_path, num_layers=1)
     whole, ids = load_decoder(folder, adapter=adapter), mx.array([[5, 7, 11]])
     asked: list[float] = []
@@ -266,7 +296,9 @@ def test_an_adapter_of_other_ranks_layers(tmp_path: Path) -> None:
         return mx.array([1.0])
 
     first = load_part(folder, layers=range(1), adapter=adapter, all_sum=all_sum)
-    last = load_part(folder, layers=range(1, 2), embedding=False, head=False, adapter=adapter, all_sum=all_sum)
+    last = load_part(
+        folder, layers=range(1, 2), embedding=False, head=False, adapter=adapter, all_sum=all_sum
+    )
     assert asked == [0.0, 1.0]
     joined = Decoder(replace(first, config=whole.config, layers=(*first.layers, *last.layers)))
     assert mx.array_equal(joined(ids), whole(ids))
@@ -286,6 +318,8 @@ def test_an_adapters_embedding_changes_the_tied_head_of_another_rank(tmp_path: P
 def test_a_wrong_tensor_is_refused_before_a_part_is_counted(tmp_path: Path) -> None:
     folder = _made(tmp_path / "model", qwen2_config())
     share = shares(check_folder(folder)[0], 2)[1]
-    change_tensors(folder / "model.safetensors", {"model.layers.1.mlp.up_proj.weight": mx.zeros((256, 128, 2))})
+    change_tensors(
+        folder / "model.safetensors", {"model.layers.1.mlp.up_proj.weight": mx.zeros((256, 128, 2))}
+    )
     with one_line(CheckpointError, r"up_proj.weight has shape .*; expected \(256, 128\)"):
         load_part(folder, share=share)

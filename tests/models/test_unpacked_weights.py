@@ -1,4 +1,6 @@
-"""Quantized weights held as float32 on a CPU: the same bits as a float32 folder of the numbers they stand for."""
+"""Quantized weights held as float32 on a CPU: the same bits as a float32 folder of the numbers they stand
+for.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +10,14 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from support.adapters import adapter_config, save_adapter
-from support.checkpoints import format_of, llama_config, qwen2_config, qwen3_config, qwen3_moe_config, write_reference
+from support.checkpoints import (
+    format_of,
+    llama_config,
+    qwen2_config,
+    qwen3_config,
+    qwen3_moe_config,
+    write_reference,
+)
 
 import kvant
 from kvant.engine.load import POCKET, load_model
@@ -107,7 +116,9 @@ def test_experts_stay_packed(tmp_path: Path) -> None:
     assert mx.allclose(packed(ids), unpacked(ids), rtol=1e-4, atol=1e-4)
 
 
-def test_load_unpacks_where_half_of_the_memory_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_unpacks_where_half_of_the_memory_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = qwen2_config()
     folder, reference = write_reference(tmp_path / "model", config)
     weights = tree_flatten(reference.parameters())

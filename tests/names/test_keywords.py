@@ -75,8 +75,14 @@ REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
     ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta"),
     ({"path_or_hf_repo": "pocket", "revision": "main"}, "revision is 'main'"),
     ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),
-    ({"tokenizer_config": {"trust_remote_code": True}}, r"\['trust_remote_code'\] is True; nothing in a model"),
-    ({"tokenizer_config": {"padding_side": "left", "eos_token": "x"}}, "tokenizer_config has padding_side; expected"),
+    (
+        {"tokenizer_config": {"trust_remote_code": True}},
+        r"\['trust_remote_code'\] is True; nothing in a model",
+    ),
+    (
+        {"tokenizer_config": {"padding_side": "left", "eos_token": "x"}},
+        "tokenizer_config has padding_side; expected",
+    ),
     ({"tokenizer_config": {"eos_token": 3}}, r"tokenizer_config\['eos_token'\] is 3; expected text"),
 ]
 
@@ -96,7 +102,10 @@ def test_lazy_loads_and_says_that_it_did_it_at_once() -> None:
 def test_an_end_of_text_token_of_ones_own(pocket_folder: Path) -> None:
     """The templates have it too, as mlx-lm's."""
     settings = {"eos_token": ".", "chat_template": "{{ messages[0].content }}{{ eos_token }}"}
-    for each in (load("pocket", tokenizer_config=settings), mlx_lm.load(str(pocket_folder), tokenizer_config=settings)):
+    for each in (
+        load("pocket", tokenizer_config=settings),
+        mlx_lm.load(str(pocket_folder), tokenizer_config=settings),
+    ):
         assert each[1].apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False) == "Hello."
     with pytest.raises(ArgumentError, match=r"\['eos_token'\] is 'no such token'; not in the vocabulary"):
         load("pocket", tokenizer_config={"eos_token": "no such token"})
@@ -118,7 +127,9 @@ def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pyte
     model, tokenizer = pocket
     made: list[Any] = []
     plain = Decoder.make_cache
-    monkeypatch.setattr(Decoder, "make_cache", lambda *given, **own: made.append(plain(*given, **own)) or made[-1])
+    monkeypatch.setattr(
+        Decoder, "make_cache", lambda *given, **own: made.append(plain(*given, **own)) or made[-1]
+    )
     for options, expected in (
         ({}, (8, 32)),
         ({"kv_bits": None, "kv_group_size": None, "quantized_kv_start": None}, (8, 32)),
@@ -126,14 +137,22 @@ def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pyte
         ({"kv_bits": 0, "quantized_kv_start": 5000}, (0, 0)),
     ):
         assert generate(model, tokenizer, PROMPT, max_tokens=5, **options)  # type: ignore[arg-type]
-        assert {(layer.layer.format.kv_bits, layer.layer.format.kv_group_size) for layer in made.pop()} == {expected}
+        assert {(layer.layer.format.kv_bits, layer.layer.format.kv_group_size) for layer in made.pop()} == {
+            expected
+        }
     assert not made
 
 
 REFUSED_BY_GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({"input_embeddings": mx.zeros((2, 4))}, r"input_embeddings is \(2, 4\); expected \(\d+, 256\) for the prompt's"),
+    (
+        {"input_embeddings": mx.zeros((2, 4))},
+        r"input_embeddings is \(2, 4\); expected \(\d+, 256\) for the prompt's",
+    ),
     ({"input_embeddings": [[1.0]]}, r"input_embeddings is list; expected \(\d+, 256\)"),
-    ({"input_embeddings": mx.zeros((2, 4)), "draft": "prompt"}, "input_embeddings is given; expected None: drafts"),
+    (
+        {"input_embeddings": mx.zeros((2, 4)), "draft": "prompt"},
+        "input_embeddings is given; expected None: drafts",
+    ),
     ({"stream": mx.default_stream(mx.cpu)}, "stream is a Stream; expected None"),
     ({"kv_bits": 6}, "kv_bits is 6; expected 8, 4, or 0"),
     ({"quantized_kv_start": 5000}, "quantized_kv_start is 5000; a cache is quantized from the first token"),
@@ -188,7 +207,8 @@ def test_a_cache_of_either_kind_of_model(pocket: Pocket, tmp_path: Path) -> None
     assert kvant.can_trim_prompt_cache(layers)
     assert kvant.trim_prompt_cache(layers, 2) == 2
     assert {layer.offset for layer in layers} == {1}
-    for save in (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache):  # it is not saved, by mlx-lm neither
+    # it is not saved, by mlx-lm neither
+    for save in (kvant.save_prompt_cache, mlx_lm_cache.save_prompt_cache):
         with pytest.raises(ValueError, match="kvant"):
             save(str(tmp_path / "theirs.safetensors"), layers)
     mixed, _ = build("qwen3_next")  # it has states, which go back to nothing
@@ -220,7 +240,9 @@ def _logprobs(seed: int = 0, rows: int = 1) -> mx.array:
 
 def test_every_name_of_mlx_lm_with_its_arguments() -> None:
     public = [
-        name for name, each in vars(theirs).items() if inspect.isfunction(each) and each.__module__ == theirs.__name__
+        name
+        for name, each in vars(theirs).items()
+        if inspect.isfunction(each) and each.__module__ == theirs.__name__
     ]
     compiled = [name for name in vars(theirs) if name.startswith(("apply_", "categorical_"))]
     assert len({*public, *compiled}) == 11
@@ -239,7 +261,12 @@ def test_every_name_of_mlx_lm_with_its_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        *(("apply_top_p", (0.7,)), ("apply_min_p", (0.1,)), ("apply_top_k", (5,)), ("categorical_sampling", (0.8,))),
+        *(
+            ("apply_top_p", (0.7,)),
+            ("apply_min_p", (0.1,)),
+            ("apply_top_k", (5,)),
+            ("categorical_sampling", (0.8,)),
+        ),
         *(("apply_xtc", (1.0, 0.1, [])), ("apply_xtc", (0.5, 0.05, [2, 9])), ("greedy_sampler", ())),
         *((f"make_{kind}_penalty", (1.7, 3)) for kind in ("repetition", "presence", "frequency")),
     ],
@@ -285,7 +312,9 @@ def test_values_that_are_refused(name: str, arguments: tuple[Any, ...], message:
 def test_the_nth_call_draws_as_at_position_n() -> None:
     sampler = ours.make_sampler(1.0, xtc_probability=0.4, xtc_threshold=0.05, seed=5)
     logprobs = _logprobs()
-    at_positions = sample_rows(mx.repeat(logprobs, 40, axis=0), [Row(sampler, (), number, ()) for number in range(40)])
+    at_positions = sample_rows(
+        mx.repeat(logprobs, 40, axis=0), [Row(sampler, (), number, ()) for number in range(40)]
+    )
     assert [sampler(logprobs).item() for _ in range(40)] == at_positions[0].tolist()
 
 

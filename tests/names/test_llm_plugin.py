@@ -67,7 +67,11 @@ def _pull(folder: Path, repository: str, commit: str, model: Path) -> None:
     names = [path.name for path in model.iterdir() if path.suffix in (".json", ".safetensors", ".jinja")]
     for name in names:
         shutil.copy(model / name, snapshot)
-    write_lock(Lock(repository, {DEFAULT_BRANCH: commit}, {commit: {name: measure(snapshot, name) for name in names}}))
+    write_lock(
+        Lock(
+            repository, {DEFAULT_BRANCH: commit}, {commit: {name: measure(snapshot, name) for name in names}}
+        )
+    )
 
 
 LIST = """
@@ -122,7 +126,9 @@ def test_a_question_a_system_prompt_and_a_conversation(pocket: Pocket) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_chat_feeds_only_what_is_new(pocket: Pocket) -> None:
     questions = ["Hello!", QUESTION, "Thanks!"]
-    shown, _ = call("chat", "-m", MODEL, *GREEDY, "-o", "max_tokens", "40", stdin="\n".join([*questions, "exit", ""]))
+    shown, _ = call(
+        "chat", "-m", MODEL, *GREEDY, "-o", "max_tokens", "40", stdin="\n".join([*questions, "exit", ""])
+    )
     said: list[dict[str, str]] = []
     held = 0
     for question, entry in zip(questions, logs(), strict=True):
@@ -139,7 +145,10 @@ def test_a_chat_feeds_only_what_is_new(pocket: Pocket) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_errors_are_a_line() -> None:
-    for option, value, message in (("temperature", "-1", "temperature is -1.0"), ("kv_bits", "3", "kv_bits is 3")):
+    for option, value, message in (
+        ("temperature", "-1", "temperature is -1.0"),
+        ("kv_bits", "3", "kv_bits is 3"),
+    ):
         shown, errors = call("-m", MODEL, "Hello there, who are you?", "-o", option, value, code=1)
         assert (shown, errors.count("\n")) == ("", 1)
         assert errors.startswith(f"Error: {message}; expected")
@@ -165,7 +174,10 @@ def test_the_authors_own_sampling_is_the_default(model: Any, pocket_folder: Path
     of_the_model = read_model_sampling(pocket_folder)
     assert of_the_model["temp"] > 0
     said = {"temperature": of_the_model.pop("temp")} | of_the_model
-    texts = [model.prompt(QUESTION, seed=3, max_tokens=40, **each).text() for each in ({}, said, {"temperature": 3.0})]
+    texts = [
+        model.prompt(QUESTION, seed=3, max_tokens=40, **each).text()
+        for each in ({}, said, {"temperature": 3.0})
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -206,12 +218,16 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Any], str]]:
     found: list[tuple[list[Any], str]] = []
     send = Conversation.send
     monkeypatch.setattr(
-        Conversation, "send", lambda self, text, **own: found.append((self.messages, text)) or send(self, text, **own)
+        Conversation,
+        "send",
+        lambda self, text, **own: found.append((self.messages, text)) or send(self, text, **own),
     )
     return found
 
 
-def test_thinking_is_told_from_the_answer(model: Any, sent: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinking_is_told_from_the_answer(
+    model: Any, sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here everything up to the first full stop is."""
     monkeypatch.setattr(Conversation, "thinking", lambda self: Thinking(Marks(("<t>",), "."), "<t>"))
     conversation = model.conversation()

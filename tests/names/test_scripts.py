@@ -1,7 +1,7 @@
 """Scripts that use mlx-lm's public names: with nothing but their imports changed they give the same results.
 
-mlx-lm runs each on the same weights, in float32 as kvant does on a CPU. A script finds its model's name in MODEL and a
-number of tokens in TOKENS, and leaves what is compared in ``text``.
+mlx-lm runs each on the same weights, in float32 as kvant does on a CPU. A script finds its model's name in
+MODEL and a number of tokens in TOKENS, and leaves what is compared in ``text``.
 """
 
 from pathlib import Path
@@ -118,7 +118,9 @@ text += [progress[0], progress[-1]]
 """
 
 SCRIPTS = {
-    name: text for name, text in globals().items() if name.isupper() and isinstance(text, str) and "mlx_lm" in text
+    name: text
+    for name, text in globals().items()
+    if name.isupper() and isinstance(text, str) and "mlx_lm" in text
 }
 CHANGED = {
     "from mlx_lm import": "from kvant import",
@@ -158,7 +160,8 @@ def _in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(plain: Any) -> Any:
         def make(self: Decoder, *arguments: Any, **options: Any) -> Any:
-            assert options.pop("kv_bits", 8) in (8, 0)  # no script asks for anything; a saved cache for what it has
+            # no script asks for anything; a saved cache for what it has
+            assert options.pop("kv_bits", 8) in (8, 0)
             return plain(self, *arguments, kv_bits=0, **options)
 
         return make

@@ -14,7 +14,9 @@ from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.rotary import Rotary
 
-on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="a few tokens are special on a CPU only")
+on_a_cpu = pytest.mark.skipif(
+    mx.default_device().type != mx.cpu, reason="a few tokens are special on a CPU only"
+)
 B, T, D = 3, 41, 32
 
 
@@ -25,18 +27,25 @@ B, T, D = 3, 41, 32
 def test_a_few_tokens_are_as_each_alone(
     queries: int, heads: tuple[int, int], pairs: tuple[int, ...] | None, kind: str
 ) -> None:
-    """In the same bits: steps that verify drafts give the numbers of plain ones. Many together differ by rounding."""
+    """In the same bits: steps that verify drafts give the numbers of plain ones. Many together differ by
+    rounding.
+    """
     H, K = heads
     query, key, value = normal(7, B, H, queries, D), normal(1, B, K, T, D), normal(2, B, K, T, D)
     options: dict[str, Any] = {}
     if pairs is not None:
         rotation = rotation_table(Rotary.plain(D, 1e4), pairs, T + 3)
-        options["bias_split"] = BiasSplit(2 * normal(4, K, 2, len(pairs)), pairs, rotation, 3 * normal(6, K, D))
+        options["bias_split"] = BiasSplit(
+            2 * normal(4, K, 2, len(pairs)), pairs, rotation, 3 * normal(6, K, D)
+        )
     mask, rest = None, mx.zeros((H, 16, T))
     if kind == "sinks":
         options["sinks"] = normal(3, H)
     elif kind == "mask":
-        mask, rest = mx.random.uniform(shape=(queries, T), key=mx.random.key(5)) > 0.4, mx.ones((16, T), mx.bool_)
+        mask, rest = (
+            mx.random.uniform(shape=(queries, T), key=mx.random.key(5)) > 0.4,
+            mx.ones((16, T), mx.bool_),
+        )
     elif kind != "causal":
         mask = normal(5, H, queries, T)
     output = attend_tokens(query, key, value, mask=mask, **options)
@@ -47,5 +56,7 @@ def test_a_few_tokens_are_as_each_alone(
     for i in range(queries):
         seen = T - queries + 1 + i
         own_mask = None if mask is None else mask[..., i : i + 1, :seen]
-        own = attend_tokens(query[:, :, i : i + 1], key[:, :, :seen], value[:, :, :seen], mask=own_mask, **options)
+        own = attend_tokens(
+            query[:, :, i : i + 1], key[:, :, :seen], value[:, :, :seen], mask=own_mask, **options
+        )
         assert mx.array_equal(output[:, :, i : i + 1], own)

@@ -30,7 +30,9 @@ def test_silu(shape: tuple[int, ...], size: float) -> None:
     output = silu_times(mx.array(gate), mx.array(up))
     wide = gate.astype(np.float64)
     # Below -87 exp(-x) is infinite in float32 and the result 0; it is less than 1e-36 then.
-    np.testing.assert_allclose(np.array(output), wide * up / (1 + np.exp(-wide)), rtol=TOLERANCE * 5, atol=1e-35)
+    np.testing.assert_allclose(
+        np.array(output), wide * up / (1 + np.exp(-wide)), rtol=TOLERANCE * 5, atol=1e-35
+    )
 
 
 def test_silu_of_extremes() -> None:

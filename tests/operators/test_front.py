@@ -38,7 +38,9 @@ def test_rotation_is_the_orthonormal_hadamard_matrix_in_blocks(width: int) -> No
 def test_a_query_s_scores_differ_by_a_constant_alone(width: int, parts: tuple[str, ...]) -> None:
     front, rng = _front(width, **dict.fromkeys(parts, True)), np.random.default_rng(1)
     query, key = (rng.normal(size=(1, heads, S, width)).astype(np.float32) for heads in (H, K))
-    changed_query, changed_key = (to_numpy(x) for x in (front.queries(mx.array(query)), front.keys(mx.array(key))))
+    changed_query, changed_key = (
+        to_numpy(x) for x in (front.queries(mx.array(query)), front.keys(mx.array(key)))
+    )
 
     def scores(query: Array, key: Array) -> Array:
         keys = np.repeat(key, H // K, axis=1).astype(np.float64)
@@ -53,7 +55,9 @@ def test_a_query_s_scores_differ_by_a_constant_alone(width: int, parts: tuple[st
 
 
 def test_half_precision_keeps_what_differs_from_a_large_constant() -> None:
-    """Keys as bfloat16 has them, 16 apart at 3,000: their differences stay exact, whatever the constant rounds to."""
+    """Keys as bfloat16 has them, 16 apart at 3,000: their differences stay exact, whatever the constant
+    rounds to.
+    """
     front = Front(center=mx.full((K, 1, 64), 3000.3))
     key = to_mx(3000 + 16 * np.arange(K * 64).reshape(1, K, 1, 64) % 128, "bfloat16")
     stored = front.keys(key)

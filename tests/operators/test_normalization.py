@@ -10,7 +10,16 @@ Array = np.ndarray
 TOLERANCE = 2e-6  # relative: the mean of up to 896 squares, a reciprocal root and two products in float32
 EPS = 1e-6
 on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="the same bits are of a CPU only")
-SHAPES = [(1, 1, 256), (3, 1, 256), (3, 6, 1, 64), (1, 1, 1), (1, 1, 897), (1, 256), (1, 5, 256), (3, 40, 896)]
+SHAPES = [
+    (1, 1, 256),
+    (3, 1, 256),
+    (3, 6, 1, 64),
+    (1, 1, 1),
+    (1, 1, 897),
+    (1, 256),
+    (1, 5, 256),
+    (3, 40, 896),
+]
 SIZES = [
     *((size, EPS) for size in (0.0, 1e-15, 1e-6, 1e-3, 1.0, 1e3, 1e15)),
     *((eps**0.5, eps) for eps in (1e-12, 0.1)),
@@ -31,7 +40,9 @@ def _normalized(x: Array, weight: Array, eps: float) -> Array:
 @pytest.mark.parametrize(("size", "eps"), SIZES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_any_size(shape: tuple[int, ...], size: float, eps: float) -> None:
-    """Where the mean square is about eps, an output without it, or with it outside the root, would be far off."""
+    """Where the mean square is about eps, an output without it, or with it outside the root, would be far
+    off.
+    """
     x, weight = _inputs(shape, size)
     output, expected = rms_norm(mx.array(x), mx.array(weight), eps), _normalized(x, weight, eps)
     assert output.dtype == mx.float32

@@ -1,4 +1,6 @@
-"""The oracle against published formulas and an implementation of somebody else's, so that it is not its own judge."""
+"""The oracle against published formulas and an implementation of somebody else's, so that it is not its
+own judge.
+"""
 
 from typing import Any
 
@@ -46,7 +48,9 @@ def test_alibi_slopes_are_the_published_ones() -> None:
 
 
 def test_alibi_by_hand() -> None:
-    """Equal keys: the weights are the exponentials of the slope times the distance, and nothing after the query."""
+    """Equal keys: the weights are the exponentials of the slope times the distance, and nothing after the
+    query.
+    """
     query = np.ones((1, 2, 1, 1))
     key, value = np.ones((1, 3, 1, 1)), np.array([1.0, 10.0, 100.0]).reshape(1, 3, 1, 1)
     e = np.exp(-(2.0**-8))

@@ -1,6 +1,7 @@
 """PMX's operators, static and packed, against one oracle: seeded calls over the whole parameter space.
 
-A failure names the case with its seed; `draw_case(seed)` makes it again. Refused calls are in test_pmx_errors.py.
+A failure names the case with its seed; `draw_case(seed)` makes it again. Refused calls are in
+test_pmx_errors.py.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ from kvant.operators import dynamic_batching
 
 CASES, CHUNK = count(1250, 8000), 250
 HOW = [{}, {"is_alibi": True}, {"is_causal": False, "mask": "float", "mask_padding": 7}]
-on_a_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="measured on a CPU, where MLX queues ahead")
+on_a_cpu = pytest.mark.skipif(
+    mx.default_device().type != mx.cpu, reason="measured on a CPU, where MLX queues ahead"
+)
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
@@ -38,7 +41,9 @@ def test_the_cases_cover_the_parameter_space() -> None:
         for part in (cache, attention):
             formats = {(c.spec.quant_bit, c.spec.dtype, c.spec.cache_layout) for c in part}
             assert formats >= {(b, d, x) for b in (0, 8, 4) for d in FLOATS for x in range(layouts)}
-            assert {(c.spec.dtype, c.spec.cache_dtype) for c in part} >= {(a, b) for a in FLOATS for b in FLOATS}
+            assert {(c.spec.dtype, c.spec.cache_dtype) for c in part} >= {
+                (a, b) for a in FLOATS for b in FLOATS
+            }
             assert {form for c in part for form in c.forms} == set(forms)
             assert any(min(c.sequences.earlier) > 0 and len(c.sequences.new) > 1 for c in part)
             assert packed or any(c.max_rows[0] > len(c.sequences.new) for c in part)
@@ -73,7 +78,10 @@ def test_large_float16_keys(new_tokens: int, size: float) -> None:
     value = np.random.default_rng(2).standard_normal(key.shape).astype(np.float16)
     cache = mx.zeros((1, 1, 2, 1, new_tokens + 4, 64), mx.float16)
     operators.key_value_cache(mx.array(key[:, :4]), mx.array(value[:, :4]), 0, cache, cache_layout=1)
-    new, heads = (mx.array(query), mx.array(key[:, 4:]), mx.array(value[:, 4:])), {"num_heads": 1, "head_dim": 64}
+    new, heads = (
+        (mx.array(query), mx.array(key[:, 4:]), mx.array(value[:, 4:])),
+        {"num_heads": 1, "head_dim": 64},
+    )
     output = operators.multi_head_cache_attention(*new, 4, cache, **heads, is_causal=True, cache_layout=1)
     check_output(output, oracle.attend(query, key, value, is_causal=True), "float16")
 
@@ -87,14 +95,23 @@ def peak_of(call: Callable[[], Any], arrays: list[mx.array]) -> int:
 @pytest.mark.parametrize("layout", range(4))
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("attends", [False, True])
-def test_memory_of_a_call_does_not_grow_with_the_cache(attends: bool, mode: int, layout: int, quant_bit: int) -> None:
-    """The bound allows what is alive at once on the way (it varies by 20 KB), but no copy of a cache or its scale."""
+def test_memory_of_a_call_does_not_grow_with_the_cache(
+    attends: bool, mode: int, layout: int, quant_bit: int
+) -> None:
+    """The bound allows what is alive at once on the way (it varies by 20 KB), but no copy of a cache or
+    its scale.
+    """
     K, D, rows = 2, 32, 20_000
     shape = ((rows, 1, 2, K, D), (1, rows, 2, K, D), (1, 2, rows, K, D), (1, 2, K, rows, D))[layout]
     arrays = [mx.zeros(shape, mx.int8 if quant_bit else mx.float32)]
     arrays += [mx.zeros((*shape[:-1], D // 8), mx.float16)] if quant_bit else []
     new, table = mx.ones((3, K, D)), [[40, 4], [0, 900], [80, 20]] if mode else [900, 0, 40]
-    options: dict[str, Any] = {"quant_bit": quant_bit, "cache_mode": mode, "cache_layout": layout, "page_size": 4}
+    options: dict[str, Any] = {
+        "quant_bit": quant_bit,
+        "cache_mode": mode,
+        "cache_layout": layout,
+        "page_size": 4,
+    }
     for first in (6, 7):  # the first call may make what is kept
         shared = (new, new, [0, 1, 2, 3], [0, first + 1, 2 * first + 2, 3 * first + 3], table, [first] * 3)
         index = (1, first + 1, *arrays)
@@ -109,9 +126,14 @@ def test_memory_of_a_call_does_not_grow_with_the_cache(attends: bool, mode: int,
 
 @on_a_cpu
 def test_memory_of_the_attention_does_not_grow_with_the_sequences() -> None:
-    """Each sequence's keys and values are dequantized when it is its turn, or while it waits in MLX's queue of ten."""
+    """Each sequence's keys and values are dequantized when it is its turn, or while it waits in MLX's
+    queue of ten.
+    """
     K, D, tokens, most = 2, 64, 512, 64
-    arrays = [mx.zeros((1, 2, K, most * tokens, D), mx.int8), mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16)]
+    arrays = [
+        mx.zeros((1, 2, K, most * tokens, D), mx.int8),
+        mx.zeros((1, 2, K, most * tokens, D // 8), mx.float16),
+    ]
     floats = 2 * K * tokens * D * 4  # of one sequence
     options = {"num_heads": K, "head_dim": D, "quant_bit": 8, "cache_layout": 3}
     new, ends = mx.ones((most, K, D)), list(range(0, (most + 1) * tokens, tokens))
@@ -135,8 +157,12 @@ def spoilt_call(packed: bool, quant_bit: int, which: str, bad: float) -> tuple[A
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("quant_bit", [0, 8, 4])
 @pytest.mark.parametrize("which", ["query", "current_key", "current_value"])
-def test_non_finite_values_stay_in_their_row_and_head(quant_bit: int, which: str, bad: float, packed: bool) -> None:
-    (clean, clean_stored), (found, found_stored) = (spoilt_call(packed, quant_bit, which, x) for x in (0.0, bad))
+def test_non_finite_values_stay_in_their_row_and_head(
+    quant_bit: int, which: str, bad: float, packed: bool
+) -> None:
+    (clean, clean_stored), (found, found_stored) = (
+        spoilt_call(packed, quant_bit, which, x) for x in (0.0, bad)
+    )
     own: Any = (slice(1, 5),) if packed else (1,)  # the second sequence's queries
     heads = slice(1, 2) if which == "query" else slice(3, 6)  # of kv head 1
     for x in (clean, found):

@@ -1,4 +1,6 @@
-"""Every refusal of PMX's operators: a ValueError that names argument, given and expected, and not a bit written."""
+"""Every refusal of PMX's operators: a ValueError that names argument, given and expected, and not a bit
+written.
+"""
 
 import inspect
 import math
@@ -40,7 +42,22 @@ LARGE = 2**63 - 1
 # Any argument with a value of each kind: refused in our own words, or it works.
 VALUES: list[Any] = [
     *(mx.array(1), mx.array([0, 1]), mx.array(True), np.array(1), np.array([0, 1]), np.int64(1), np.True_),
-    *(1.0, 0.5, math.nan, math.inf, Decimal(1), True, False, -1, -(2**63), 2**31 - 1, 2**31, 2**32, 2**63, 2**64),
+    *(
+        1.0,
+        0.5,
+        math.nan,
+        math.inf,
+        Decimal(1),
+        True,
+        False,
+        -1,
+        -(2**63),
+        2**31 - 1,
+        2**31,
+        2**32,
+        2**63,
+        2**64,
+    ),
     *(10**100, None, "", "1", b"1", [1], (), {}, object(), int),
 ]
 # What others should be follows from these: the message may name one of the others.
@@ -48,7 +65,9 @@ DECISIVE = ("cache_layout", "cache_mode", "page_size", "num_heads", "head_dim", 
 
 
 class Defect(NamedTuple):
-    """One thing wrong with a good call. A callable change is given the good value; the words must be in the message."""
+    """One thing wrong with a good call. A callable change is given the good value; the words must be in
+    the message.
+    """
 
     words: tuple[object, ...]
     changes: dict[str, Any]
@@ -78,7 +97,9 @@ def value(name: str, given: object, *words: object, **rest: Any) -> Defect:
 
 
 def index(name: str, given: object, *words: object, modes: tuple[int, ...] = (0, 1)) -> Defect:
-    return Defect((name, *words), {name.partition("\\[")[0]: given}, (CACHE, ATTENTION), (8,), (True,), (1,), modes)
+    return Defect(
+        (name, *words), {name.partition("\\[")[0]: given}, (CACHE, ATTENTION), (8,), (True,), (1,), modes
+    )
 
 
 def page(row: int, number: int, entry: object) -> list[list[object]]:
@@ -179,7 +200,9 @@ def as_array(given: Any) -> Any:
 
 @pytest.mark.parametrize("packed", BOOL)
 def test_the_good_call_is_good(packed: bool) -> None:
-    """Otherwise every refusal could be for another reason. The cache changes here, which the same check sees."""
+    """Otherwise every refusal could be for another reason. The cache changes here, which the same check
+    sees.
+    """
     for call in calls(packed):
         given, operator = good_call(*call)
         before = bits_of(given)
@@ -194,12 +217,18 @@ def test_refused(defect: Defect) -> None:
     forms = [lambda x: x, *([as_array] if defect.packed == (True,) else [])]
     for call, form in product(fits, forms):
         given, operator = good_call(*call)
-        given |= {x: change(given[x]) if callable(change) else form(change) for x, change in defect.changes.items()}
+        given |= {
+            x: change(given[x]) if callable(change) else form(change) for x, change in defect.changes.items()
+        }
         before = bits_of(given)
         with pytest.raises(ValueError, match="|".join(OWN_WORDS)) as caught:
             mx.eval(operator(**given))
         for word in defect.words:  # whole numbers and words; for 1 not the 1 of -1
-            assert re.search(rf"(?<![\w-])(?:{word})(?!\w)", str(caught.value)), (word, call, str(caught.value))
+            assert re.search(rf"(?<![\w-])(?:{word})(?!\w)", str(caught.value)), (
+                word,
+                call,
+                str(caught.value),
+            )
         assert unchanged(given, before), "the refused call wrote"
 
 
@@ -212,7 +241,9 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("name", "packed", "argument"), ARGUMENTS)
 def test_any_value(name: str, packed: bool, argument: str) -> None:
-    """Every argument with a value of each wrong kind: refused by its name with nothing written, or it works."""
+    """Every argument with a value of each wrong kind: refused by its name with nothing written, or it
+    works.
+    """
     for wrong in VALUES:
         for quant_bit, layout in ((8, 0), (4, 1), (0, 1)):
             given, operator = good_call(name, packed, quant_bit, layout, mode=layout if packed else 0)
@@ -238,7 +269,9 @@ def test_a_result_that_mlx_cannot_count() -> None:
     with pytest.raises(ValueError, match="num_repeat is 1; expected at most 0"):
         good_call(CACHE, True, 8, 0)[1](*shared, 1, tokens, *arrays, **options)
     with pytest.raises(ValueError, match=f"max_kvlen is {tokens}; expected 1 to {2**31 - 1}"):
-        good_call(ATTENTION, True, 8, 0)[1](new, *shared, 0, 1, tokens, *arrays, num_heads=1, head_dim=1, **options)
+        good_call(ATTENTION, True, 8, 0)[1](
+            new, *shared, 0, 1, tokens, *arrays, num_heads=1, head_dim=1, **options
+        )
     assert not any(x.any().item() for x in arrays)
 
 
@@ -252,12 +285,17 @@ HEADS = "num_heads, head_dim, is_causal{}, is_alibi=False, num_kv_heads=0, "
     [
         (False, CACHE, f"current_key, current_value, start_pos, cache, scale=None, *, {FORM}num_repeat=1, "
          "cache_layout=0"),
-        (False, ATTENTION, f"query, current_key, current_value, start_pos, cache, scale=None, attn_mask=None, *, "
-         f"{HEADS.format('')}{FORM}cache_layout=0, bias_split=None, kernels=None"),  # the last two are kvant's
-        (True, CACHE, f"current_key, current_value, {INDEX}max_seqlen, max_kvlen, cache, scale=None, *, {FORM}"
+        (False, ATTENTION, f"query, current_key, current_value, start_pos, cache, scale=None, "
+                           f"attn_mask=None, *, "
+         # the last two are kvant's
+         f"{HEADS.format('')}{FORM}cache_layout=0, bias_split=None, kernels=None"),
+        (True, CACHE, f"current_key, current_value, {INDEX}max_seqlen, max_kvlen, cache, scale=None, *, "
+                      f"{FORM}"
          "num_repeat=1, cache_mode=0, cache_layout=0, page_size=128"),
-        (True, ATTENTION, f"query, current_key, current_value, {INDEX}decoding_batches, max_seqlen, max_kvlen, cache, "
-         f"scale=None, attn_mask=None, *, {HEADS.format('=True')}{FORM}cache_mode=0, cache_layout=0, page_size=128"),
+        (True, ATTENTION, f"query, current_key, current_value, {INDEX}decoding_batches, max_seqlen, "
+                          f"max_kvlen, cache, "
+         f"scale=None, attn_mask=None, *, {HEADS.format('=True')}{FORM}cache_mode=0, cache_layout=0, "
+         f"page_size=128"),
     ],
 )  # fmt: skip
 def test_signature(packed: bool, name: str, expected: str) -> None:

@@ -53,7 +53,9 @@ def test_every_byte_is_two_values(leading: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(to_numpy(values), oracle.unpack_nibbles(packed).astype(np.float32))
     if leading:
         turned = mx.array(np.ascontiguousarray(packed.swapaxes(0, -1))).swapaxes(0, -1)
-        np.testing.assert_array_equal(to_numpy(dequantize(turned, scale, quant_bit=4, quant_group=8)), to_numpy(values))
+        np.testing.assert_array_equal(
+            to_numpy(dequantize(turned, scale, quant_bit=4, quant_group=8)), to_numpy(values)
+        )
 
 
 @pytest.mark.parametrize("quant_bit", BITS)
@@ -67,7 +69,9 @@ def test_against_the_oracle(dtype: str, quant_bit: int) -> None:
             x = draw_values(rng, (3, 5, 2 * group), data, spec)
             options = {"quant_bit": quant_bit, "quant_group": group}
             stored = quantize(
-                to_mx(x, dtype), scale_dtype=None if scale_dtype is None else getattr(mx, scale_dtype), **options
+                to_mx(x, dtype),
+                scale_dtype=None if scale_dtype is None else getattr(mx, scale_dtype),
+                **options,
             )
             levels, scale = map(to_numpy, stored)
             expected, expected_scale = oracle.quantize(x, spec)
@@ -89,7 +93,9 @@ def test_4_bits_that_are_fitted(dtype: str) -> None:
     given = to_mx(x.reshape(400, 128), dtype)
     x = to_numpy(given).astype(np.float32)
     levels, scale = quantize_fitted(given, 32, mx.float32)
-    expected, expected_scale = oracle.quantize(x, Spec(quant_bit=4, quant_group=32, scale_dtype="float32"), fit=True)
+    expected, expected_scale = oracle.quantize(
+        x, Spec(quant_bit=4, quant_group=32, scale_dtype="float32"), fit=True
+    )
     np.testing.assert_array_equal(np.array(levels), expected)
     oracle.check_scales(np.array(scale), expected_scale, fit=True)
     assert set(oracle.unpack_nibbles(np.array(levels)).flatten().tolist()) == set(range(-8, 8))

@@ -26,25 +26,34 @@ def _turned(heads: mx.array, theta: float, offset: int) -> Array:
     half = x.shape[-1] // 2
     angle = (offset + np.arange(x.shape[2])[:, None]) * theta ** (-np.arange(half) / half)  # (S, D/2)
     a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=-1)
+    return np.concatenate(
+        [a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], axis=-1
+    )
 
 
 def _check(output: mx.array, heads: mx.array, theta: float, offsets: Sequence[int], roundings: int) -> None:
     """Each sequence against the oracle, each element with a tolerance from the length of its pair.
 
-    A float32 angle is off by some roundings of 2^-24, the frequency's and the product's, and an angle that is off
-    turns the pair by as much; no angle is larger than the position. 4 more are for the cosine, products and sum.
+    A float32 angle is off by some roundings of 2^-24, the frequency's and the product's, and an angle that is
+    off turns the pair by as much; no angle is larger than the position. 4 more are for the cosine, products
+    and sum.
     """
     assert (output.dtype, output.shape) == (heads.dtype, heads.shape)
     for b, offset in enumerate(offsets):
         expected = _turned(heads[b : b + 1], theta, offset)
         length = np.hypot(*np.split(expected, 2, axis=-1))
-        allowed = np.concatenate([length, length], axis=-1) * (4 + roundings * (offset + heads.shape[2] - 1)) * 2**-24
+        allowed = (
+            np.concatenate([length, length], axis=-1)
+            * (4 + roundings * (offset + heads.shape[2] - 1))
+            * 2**-24
+        )
         assert (np.abs(np.array(output[b : b + 1]) - expected) <= allowed).all()
 
 
 @on_a_cpu
-@pytest.mark.parametrize("offset", [0, 1, 37, 4095, 32767, (0, 4095), (37, 1), (9, 9), tuple(range(13))], ids=str)
+@pytest.mark.parametrize(
+    "offset", [0, 1, 37, 4095, 32767, (0, 4095), (37, 1), (9, 9), tuple(range(13))], ids=str
+)
 @pytest.mark.parametrize("new_tokens", [1, 5, 9])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_heads_are_turned(head_dim: int, new_tokens: int, offset: int | tuple[int, ...]) -> None:
@@ -63,7 +72,9 @@ def test_heads_are_turned(head_dim: int, new_tokens: int, offset: int | tuple[in
 @pytest.mark.parametrize("offset", [0, 4095, (5, 900)], ids=str)
 @pytest.mark.parametrize("new_tokens", [2, 5, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_few_tokens_are_turned_as_each_alone(head_dim: int, new_tokens: int, offset: int | tuple[int, int]) -> None:
+def test_a_few_tokens_are_turned_as_each_alone(
+    head_dim: int, new_tokens: int, offset: int | tuple[int, int]
+) -> None:
     """In the same bits: steps that verify drafts give the numbers of plain ones."""
     heads, rotary = _heads(head_dim, new_tokens), Rotary.plain(head_dim, 1e6)
     offsets = mx.array(offset) if isinstance(offset, tuple) else offset
@@ -80,7 +91,10 @@ def test_one_token_in_half_precision(dtype: mx.Dtype, bits: int) -> None:
     output = Rotary.plain(64, 1e6).at(37, 1, dtype)(heads)
     assert output.dtype == dtype
     expected = _turned(heads, 1e6, 37)
-    # The cosines, two products and their sum may be rounded to the dtype: 2^-bits each, of elements up to about 4.
-    assert np.abs(np.array(output.astype(mx.float32)) - expected).max() < 4 * np.abs(expected).max() * 2.0**-bits
+    # The cosines, two products and their sum may be rounded to the dtype: 2^-bits each, of elements up to
+    # about 4.
+    assert (
+        np.abs(np.array(output.astype(mx.float32)) - expected).max() < 4 * np.abs(expected).max() * 2.0**-bits
+    )
     both = Rotary.plain(64, 1e6).at(mx.array([37, 1]), 1, dtype)(heads)
     assert mx.array_equal(both[:1], output[:1])

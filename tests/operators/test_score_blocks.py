@@ -1,7 +1,7 @@
 """Where MLX's attention makes a score matrix, and prefill on a GPU without one.
 
-A GPU is simulated: kvant chooses as for one, and a CPU computes. B batch, S new tokens, T tokens in all, H query heads,
-K kv heads, D head_dim.
+A GPU is simulated: kvant chooses as for one, and a CPU computes. B batch, S new tokens, T tokens in all, H
+query heads, K kv heads, D head_dim.
 """
 
 import math
@@ -31,8 +31,14 @@ Traced = tuple[str, tuple[int, ...], mx.Dtype]  # an operation, and the shape an
 
 # device, S, T, query heads of a kv head, widths of keys and values, mask, dtype: whether scores are made
 TABLE: list[tuple[Device, int, int, int, tuple[int, int], Mask, mx.Dtype, bool]] = [
-    *[("metal", 512, 4096, 4, (D, D), "causal", HALF, D not in (64, 72, 80, 96, 128)) for D in range(32, 544, 8)],
-    *[("metal", 512, 4096, 4, (128, 128), mask, FLOAT, False) for mask in ("none", "causal", "boolean", "added")],
+    *[
+        ("metal", 512, 4096, 4, (D, D), "causal", HALF, D not in (64, 72, 80, 96, 128))
+        for D in range(32, 544, 8)
+    ],
+    *[
+        ("metal", 512, 4096, 4, (128, 128), mask, FLOAT, False)
+        for mask in ("none", "causal", "boolean", "added")
+    ],
     *[("metal", 9, 4096, 1, (256, 256), mask, HALF, True) for mask in ("none", "causal", "boolean", "added")],
     ("metal", 9, 4096, 64, (80, 80), "causal", HALF, False),
     ("metal", 512, 4096, 4, (96, 64), "causal", HALF, False),
@@ -58,7 +64,8 @@ TABLE: list[tuple[Device, int, int, int, tuple[int, int], Mask, mx.Dtype, bool]]
 
 def test_the_conditions_are_those_of_the_mlx_that_was_read() -> None:
     assert mx.__version__ == READ_VERSION, (
-        f"MLX {mx.__version__} is installed; makes_scores has the conditions of {READ_VERSION}. Read has_fused_kernel "
+        f"MLX {mx.__version__} is installed; makes_scores has the conditions of {READ_VERSION}. Read "
+        f"has_fused_kernel "
         "and use_fallback in mlx/backend/metal/scaled_dot_product_attention.cpp, and supports_sdpa_cudnn and "
         "supports_sdpa_vector in mlx/backend/cuda/, then set makes_scores, this table and READ_VERSION"
     )
@@ -72,7 +79,9 @@ def test_the_conditions_are_those_of_the_mlx_that_was_read() -> None:
 def test_a_cpu_makes_scores() -> None:
     """As MLX itself traces it."""
     query, key = normal(1, 1, 4, 16, 128), normal(2, 1, 2, 48, 128)
-    traced = _traced(lambda q, k: mx.fast.scaled_dot_product_attention(q, k, k, scale=1.0, mask="causal"), query, key)
+    traced = _traced(
+        lambda q, k: mx.fast.scaled_dot_product_attention(q, k, k, scale=1.0, mask="causal"), query, key
+    )
     assert any(math.prod(shape) == 4 * 16 * 48 for _, shape, _ in traced)
 
 
@@ -83,7 +92,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Of MLX's attention, in whose place nothing is computed; kvant takes as many scores at once as BLOCK queries have.
+    """Of MLX's attention, in whose place nothing is computed; kvant takes as many scores at once as BLOCK
+    queries have.
 
     A call is queries, tokens, the keys' dtype and the mask.
     """
@@ -122,7 +132,9 @@ def test_blocks_on_a_gpu_are_attention(
 ) -> None:
     """kvant's own attention and the hook's, both in blocks of 7 queries, against float64."""
     shapes = ((H, QUERIES), (K, TOKENS), (K, TOKENS))
-    query, key, value = (normal(i, 1, heads, count, D).astype(dtype) for i, (heads, count) in enumerate(shapes))
+    query, key, value = (
+        normal(i, 1, heads, count, D).astype(dtype) for i, (heads, count) in enumerate(shapes)
+    )
     mask = window_mask(QUERIES, TOKENS, WINDOW) if kind == "window" else None
     sinks = normal(5, H).astype(dtype) if kind == "sinks" else None
     exact = oracle.attend(
@@ -144,7 +156,9 @@ def test_blocks_on_a_gpu_are_attention(
     output = attend_tokens(query, key, value, mask=mask, sinks=sinks)
     assert relative_error(output.astype(mx.float32), expected) < tolerance
     assert lengths == (in_blocks if D == 256 or mask is not None else [QUERIES])
-    masks = ["causal"] if mask is None else [mask, mask[None, None], mx.where(mask, 0.0, -math.inf).astype(dtype)]
+    masks = (
+        ["causal"] if mask is None else [mask, mask[None, None], mx.where(mask, 0.0, -math.inf).astype(dtype)]
+    )
     for each in masks:
         lengths.clear()
         output = attend_as_mlx(query, key, value, scale=D**-0.5, mask=each, sinks=sinks)
@@ -196,7 +210,9 @@ def _check_chunk(traced: list[Traced], D: int, calls: list[Call], dtype: mx.Dtyp
 
     No array is of queries times tokens, and a few queries at a time have scores.
     """
-    converted = [kind for name, shape, kind in traced if name == "AsType" and math.prod(shape) == 2 * K * ALL * D]
+    converted = [
+        kind for name, shape, kind in traced if name == "AsType" and math.prod(shape) == 2 * K * ALL * D
+    ]
     assert [kind for kind in converted if mx.issubdtype(kind, mx.floating)] == [mx.float16, HALF]
     wide = [kind for _, shape, kind in traced if math.prod(shape) >= K * ALL * D and kind == mx.float32]
     assert len(wide) == (0 if dtype == HALF else 2)  # keys, values

@@ -1,4 +1,6 @@
-"""The operators' test vectors: they are the oracle's, kvant passes them, and an implementation with a mistake fails."""
+"""The operators' test vectors: they are the oracle's, kvant passes them, and an implementation with a
+mistake fails.
+"""
 
 import subprocess
 import sys
@@ -40,7 +42,13 @@ def test_numpy_passes_without_mlx() -> None:
     """As a file, and where importing MLX fails."""
     path = str(FOLDER / "vectors.py")
     without = "import runpy, sys; sys.modules['mlx'] = sys.modules['kvant'] = None"
-    command = [sys.executable, "-c", f"{without}; runpy.run_path({path!r}, run_name='__main__')", "--check", NUMPY]
+    command = [
+        sys.executable,
+        "-c",
+        f"{without}; runpy.run_path({path!r}, run_name='__main__')",
+        "--check",
+        NUMPY,
+    ]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.stdout == f"{len(VECTORS)} of {len(VECTORS)} cases passed\n", done.stderr
     assert (done.returncode, done.stderr) == (0, "")
@@ -102,7 +110,9 @@ def other_layout(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec
     if sequences.rows is None:
         B, L, _, S, K, last = np.array(x.shape)[[[0, 1, 2, 3, 4, 5], [1, 0, 2, 4, 3, 5]][spec.cache_layout]]
         shape = ((L, B, 2, K, S, last), (B, L, 2, S, K, last))[spec.cache_layout]
-        return TOKEN(x.reshape(shape), kind, b, t, sequences, spec._replace(cache_layout=1 - spec.cache_layout))
+        return TOKEN(
+            x.reshape(shape), kind, b, t, sequences, spec._replace(cache_layout=1 - spec.cache_layout)
+        )
     order = ((0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3), (1, 2, 3, 0))  # (MaxT, L, 2, K) to the layout's axes
     sizes = [x.shape[list(order[spec.cache_layout]).index(axis)] for axis in range(4)]
     T, L, _, K = sizes
@@ -143,7 +153,9 @@ MISTAKES: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_fails(mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_fails(
+    mistake: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By what it computes, not by an exception alone, and the command names the cases."""
     owner, name, wrong, only = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, wrong)
@@ -198,7 +210,9 @@ def test_what_a_fault_says() -> None:
         (["--check"], "expected one argument"),
     ],
 )
-def test_wrong_usage_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     out, err = capsys.readouterr()

@@ -17,8 +17,11 @@ from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
 from kvant.tools.plan import BridgedCheckpoint
 
-# Full and sliding layers in turns, states of linear layers, experts; in the other group layers with two caches or none.
-FEW = count(("gemma3", "qwen3_next"), ("gemma3", "qwen3_next", "nemotron_h", "deepseek_v32", "llama4_text", "gpt_oss"))
+# Full and sliding layers in turns, states of linear layers, experts; in the other group layers with two
+# caches or none.
+FEW = count(
+    ("gemma3", "qwen3_next"), ("gemma3", "qwen3_next", "nemotron_h", "deepseek_v32", "llama4_text", "gpt_oss")
+)
 
 SCRIPT = """
 import json

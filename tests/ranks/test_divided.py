@@ -1,7 +1,7 @@
 """Models divided over a ring on the loopback: rank 0's logits against one process's decoder.
 
-In tensor mode sums are rounded in another order; a pipeline gives the same bits. The processes of a group load one
-model after the other: starting them takes longer than all models do.
+In tensor mode sums are rounded in another order; a pipeline gives the same bits. The processes of a group
+load one model after the other: starting them takes longer than all models do.
 """
 
 import json
@@ -37,7 +37,8 @@ from kvant.models import Decoder, load_decoder
 from kvant.ranks.group import connect
 
 TOLERANCE = 1e-5  # of the largest logit, with a float cache
-# A value that lies between two of a quantized cache's may be rounded to the other one after a sum in another order.
+# A value that lies between two of a quantized cache's may be rounded to the other one after a sum in another
+# order.
 ROUNDED = {0: TOLERANCE, 8: 5e-3, 4: 5e-2}
 HALF = 3e-2  # bfloat16 has 8 bits
 Change = Callable[[dict[str, mx.array]], dict[str, mx.array]]
@@ -104,7 +105,9 @@ class Case:
 
 
 def _large_bias(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """A constant in one pair of the second key head: only the rank that has it sees that it outweighs the keys."""
+    """A constant in one pair of the second key head: only the rank that has it sees that it outweighs the
+    keys.
+    """
     for name, x in weights.items():
         if name.endswith("k_proj.bias"):
             bias = x.reshape(2, -1)
@@ -116,7 +119,13 @@ def _large_bias(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2}
 UNTIED = {"tie_word_embeddings": False}
 # Qwen2's smallest has 14 query heads and 2 kv heads, of 64 elements
-UNEVEN = {"num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320, **UNTIED}
+UNEVEN = {
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 320,
+    **UNTIED,
+}
 SPLIT = Case(qwen2_config(**WIDE), (0, 8, 4), pools=True, change=_large_bias)
 SILENT = Case(qwen2_config(**WIDE), silent=True)
 MOE = qwen3_moe_config()
@@ -150,7 +159,9 @@ CASES: dict[int, dict[str, Case]] = {
         "dora": DORA,
         "lora, moe": LORA_MOE,
         "pipeline": replace(LAYERS, ends=[1, 4], fronts=48),
-        "pipeline, moe": Case(qwen3_moe_config(num_hidden_layers=3, **UNTIED), (0, 8), pools=True, ends=[2, 3]),
+        "pipeline, moe": Case(
+            qwen3_moe_config(num_hidden_layers=3, **UNTIED), (0, 8), pools=True, ends=[2, 3]
+        ),
     },
     3: {"uneven": UNEVEN_CASE, "dora": DORA, "pipeline": replace(LAYERS, ends=[2, 3, 4])},
 }
@@ -165,7 +176,12 @@ if count(False, True):
         for bits, group in ((2, 32), (4, 64), (5, 32), (6, 64), (8, 32))
     }
     CASES[3] |= {"qwen2": SPLIT, "moe": Case(MOE), "lora, moe": LORA_MOE, "silent": SILENT, "olmo2": OLMO2}
-    CASES[4] = {"qwen2": SPLIT, "moe": Case(MOE, (0, 8)), "olmo2": OLMO2, "uneven": replace(UNEVEN_CASE, quantize=None)}
+    CASES[4] = {
+        "qwen2": SPLIT,
+        "moe": Case(MOE, (0, 8)),
+        "olmo2": OLMO2,
+        "uneven": replace(UNEVEN_CASE, quantize=None),
+    }
 EVERY = [(ranks, name) for ranks, cases in CASES.items() for name in cases]
 
 
@@ -196,9 +212,15 @@ def _make(folder: Path, case: Case) -> Run:
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Run]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[int, str], Run]:
     """Every case that a selected test asks for, on its ranks: a group for each number of them."""
-    calls = [item.callspec.params for item in request.session.items if item.path == request.path and "[" in item.name]
+    calls = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and "[" in item.name
+    ]
     selected = {(call["ranks"], call["name"]) for call in calls}
     found = {}
     for ranks in CASES:
@@ -216,7 +238,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
-def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits(
+    runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through caches and pools of every width, against the same run in one process."""
     run, case = runs[ranks, name], CASES[ranks][name]
     given = mx.load(str(run.folder / "found.safetensors"))
@@ -240,7 +264,9 @@ def test_logits(runs: dict[tuple[int, str], Run], ranks: int, name: str, monkeyp
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
 def test_what_a_token_sends(runs: dict[tuple[int, str], Run], ranks: int, name: str) -> None:
-    """Two sums of the stream a layer; OLMo 2's two sums of squares together; the logits of a head stored by itself."""
+    """Two sums of the stream a layer; OLMo 2's two sums of squares together; the logits of a head stored
+    by itself.
+    """
     run, case = runs[ranks, name], CASES[ranks][name]
     config, item = case.config, 2 if case.half else 4
     layers, is_olmo2 = config["num_hidden_layers"], config["model_type"] == "olmo2"
@@ -264,7 +290,9 @@ def test_a_ranks_cache(runs: dict[tuple[int, str], Run], ranks: int, name: str, 
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(2, "qwen2")])
-def test_a_ranks_cache_leaves_the_same_biases_out(runs: dict[tuple[int, str], Run], ranks: int, name: str) -> None:
+def test_a_ranks_cache_leaves_the_same_biases_out(
+    runs: dict[tuple[int, str], Run], ranks: int, name: str
+) -> None:
     """The last rank's keys alone say which."""
     run = runs[ranks, name]
     alone = [list(layer.self_attn.qkv_bias.pairs) for layer in run.alone().layers]  # type: ignore[union-attr]

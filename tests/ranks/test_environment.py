@@ -20,7 +20,9 @@ GUARD = {"KVANT_GUARD": "10.0.0.1:5000"}
 
 def find(environ: dict[str, str], folder: Path, text: str) -> Place | None:
     (folder / "hosts.json").write_text(text)
-    return find_place({name: value.replace("HERE", str(folder / "hosts.json")) for name, value in environ.items()})
+    return find_place(
+        {name: value.replace("HERE", str(folder / "hosts.json")) for name, value in environ.items()}
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A lost rank ends the run: one line that names it, an exit code from every survivor, and no process stays."""
+"""A lost rank ends the run: one line that names it, an exit code from every survivor, and no process
+stays.
+"""
 
 import json
 import os
@@ -21,10 +23,13 @@ SILENT_S = 1.5  # here, for a rank to be lost
 SHORT = f"silence_s = {SILENT_S}"
 LATE_S = 60.0  # a run that does not end
 BUSY_S = 6.0  # more, if other tests run beside it
-GONE, SILENT = "is gone: its connection was closed", f"has said nothing for {SILENT_S:g} s: it is stopped or asleep"
+GONE, SILENT = (
+    "is gone: its connection was closed",
+    f"has said nothing for {SILENT_S:g} s: it is stopped or asleep",
+)
 
-# The package's first lines load MLX, which a guard does not need: without them a process starts in half the time.
-# All processes have started when they join: a busy start is no silence.
+# The package's first lines load MLX, which a guard does not need: without them a process starts in half the
+# time. All processes have started when they join: a busy start is no silence.
 BEGIN = f"""
 import ctypes, os, sys, threading, time, types
 sys.modules["kvant"] = kvant = types.ModuleType("kvant")
@@ -149,7 +154,9 @@ class Case:
     said: str = ""  # on standard error
 
     def start(self, stack: ExitStack, folder: Path) -> None:
-        self.processes = start_ranks([script(folder / "begin", self.body, self.prepare)] * len(self.codes), folder)
+        self.processes = start_ranks(
+            [script(folder / "begin", self.body, self.prepare)] * len(self.codes), folder
+        )
         for process in self.processes:
             stack.callback(process.communicate)
             stack.callback(process.kill)
@@ -174,7 +181,9 @@ ABSENT = "if place.rank == 2: sys.exit()\ndeadline_s = 5"
 def lost(sign: signal.Signals, rank: int) -> Case:
     codes = [-signal.SIGKILL if rank == each else 1 for each in range(3)]
     how = SILENT if sign == signal.SIGSTOP else GONE
-    return Case(LOST.replace("BLOCKED", str((rank + 1) % 3)), codes, f"rank {rank} {how}", (sign, rank), SHORT)
+    return Case(
+        LOST.replace("BLOCKED", str((rank + 1) % 3)), codes, f"rank {rank} {how}", (sign, rank), SHORT
+    )
 
 
 CASES = {
@@ -188,7 +197,9 @@ CASES = {
     "fails": Case(FAILS, [1, 1], "rank 1: no memory"),
     "python's lock is held": Case(HELD, [-9, -9], "joining the ring took longer than 3 s"),
     "the lock is given back": Case(JOINS, [0, 0], prepare=SHORT),
-    "differs": Case("", [1, 1], "rank 1: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank"),
+    "differs": Case(
+        "", [1, 1], "rank 1: version is 2; rank 0 has 1", prepare="facts['version'] += place.rank"
+    ),
     "does not come": Case("", [1, 1, 0], "rank 2 of 3 did not come within 5 s", prepare=ABSENT),
     "no launcher": Case("blocked()", [1, 1], "rank 0: its launcher is gone", prepare="launcher = 2**22 + 1"),
 }

@@ -1,4 +1,5 @@
-"""What rank 0 tells of its steps is enough to repeat them: the same logits, from another rank's cache and pool.
+"""What rank 0 tells of its steps is enough to repeat them: the same logits, from another rank's cache and
+pool.
 
 The other rank is a second model in this process, with all layers. Parts of a model are tested by themselves.
 """
@@ -121,8 +122,12 @@ def test_a_cache_that_grows_and_goes_back(led: tuple[Lead, Loopback], bits: int)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is accepted is committed everywhere, also where a run is left, or broken off in the middle of a step."""
+def test_drafts_and_their_interruption(
+    led: tuple[Lead, Loopback], bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is accepted is committed everywhere, also where a run is left, or broken off in the middle of a
+    step.
+    """
     lead, other = led
     draft_by_chance(monkeypatch, bits)
     draw = random.Random(bits)
@@ -167,7 +172,9 @@ def test_drafts_and_their_interruption(led: tuple[Lead, Loopback], bits: int, mo
     assert "every_logits" in [message.get("call") for message in other.messages]
 
 
-def test_a_pool_of_requests_that_share_and_fork(led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_of_requests_that_share_and_fork(
+    led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch
+) -> None:
     lead, other = led
     pool = lead.make_pool(4 * 640, sequences=4, kv_bits=8, kv_group_size=32, prefill_step_size=128)
     scheduler = Scheduler(lead, pool, max_batch=4)

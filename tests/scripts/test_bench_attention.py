@@ -13,7 +13,12 @@ from support.metal_host import host_pytest_skip
 
 from kvant.operators.kernels import launch as launching
 
-VARIANTS = ["MLX float32", "mlx-lm 8-bit", "mlx-lm 4-bit", *(f"kvant {bits}-bit unfused" for bits in (0, 8, 4))]
+VARIANTS = [
+    "MLX float32",
+    "mlx-lm 8-bit",
+    "mlx-lm 4-bit",
+    *(f"kvant {bits}-bit unfused" for bits in (0, 8, 4)),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,6 @@
-"""The frame of scripts/claims.py; engines whose times are compared compute the same; a cache changes nothing."""
+"""The frame of scripts/claims.py; engines whose times are compared compute the same; a cache changes
+nothing.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +56,9 @@ def test_a_token_changes_nothing_before_it_and_the_last_row_alone_is_that_of_all
     assert cached == 0
 
 
-def test_the_loop_without_a_cache_gives_the_same_tokens(pocket: tuple[Decoder, Any], heldout_ids: list[int]) -> None:
+def test_the_loop_without_a_cache_gives_the_same_tokens(
+    pocket: tuple[Decoder, Any], heldout_ids: list[int]
+) -> None:
     model, _ = pocket
     prompt = heldout_ids[:24]
     assert greedy_tokens(model, prompt, 48, cached=True) == greedy_tokens(model, prompt, 48, cached=False)

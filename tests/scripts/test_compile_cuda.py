@@ -70,7 +70,13 @@ def test_the_text_is_mlx_s() -> None:
 
 def test_what_ptxas_says_is_read() -> None:
     assert parse_resources(PTXAS) == [
-        Resources("custom_kernel_probe_bfloat16_t_3_f", registers=11, stack_bytes=48, spill_bytes=36, shared_bytes=256),
+        Resources(
+            "custom_kernel_probe_bfloat16_t_3_f",
+            registers=11,
+            stack_bytes=48,
+            spill_bytes=36,
+            shared_bytes=256,
+        ),
         Resources("_Z5other", registers=8, stack_bytes=0, spill_bytes=0, shared_bytes=0),
     ]
     with pytest.raises(RuntimeError, match="ptxas does not say"):

@@ -46,14 +46,19 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=page_ids)
 def test_commands_and_their_flags_exist(page: Path) -> None:
     text = page.read_text()
-    code = [*re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL), *re.findall(r"`([^`\n]+)`", text)]
+    code = [
+        *re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL),
+        *re.findall(r"`([^`\n]+)`", text),
+    ]
     # What follows a launcher's flags is another command.
     apart = re.sub(r"(kvant launch .*?) -- (kvant )?", r"\1\nkvant ", "\n".join(code))
     for line in apart.splitlines():
         for name, rest in re.findall(r"(?:^|/|\s)kvant ([a-z]+)([^|&;#]*)", line):
             assert name in COMMANDS, f"kvant {name} is not a command"
             command = typer.main.get_command(make_app([name])).commands[name]  # type: ignore[attr-defined]
-            flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+            flags = {
+                flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)
+            }
             for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
                 assert flag in flags, f"kvant {name} has no {flag}"
 
@@ -68,7 +73,9 @@ def test_every_flag_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [README, *(ROOT / "docs" / name for name in ("python.md", "batching.md", "operators.md"))], ids=page_ids
+    "page",
+    [README, *(ROOT / "docs" / name for name in ("python.md", "batching.md", "operators.md"))],
+    ids=page_ids,
 )
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every block of a page, one after the other; a line's comment after two blanks is what it prints."""

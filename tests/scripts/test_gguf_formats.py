@@ -1,4 +1,6 @@
-"""The table of imported GGUF files in docs/models.md is that of the recording; the types are those of llama.cpp."""
+"""The table of imported GGUF files in docs/models.md is that of the recording; the types are those of
+llama.cpp.
+"""
 
 import json
 from collections import Counter
@@ -30,7 +32,10 @@ def test_a_row(name: str) -> None:
 
 def test_the_types_that_llama_cpp_takes() -> None:
     most, better = FILES["Q4_K_M"]
-    kinds = [kind_of(f"blk.{layer}.ffn_down.weight", 1536, 30, most, better, "output.weight") for layer in range(30)]
+    kinds = [
+        kind_of(f"blk.{layer}.ffn_down.weight", 1536, 30, most, better, "output.weight")
+        for layer in range(30)
+    ]
     assert [layer for layer, kind in enumerate(kinds) if kind == "Q6_K"] == [
         0,
         1,
@@ -49,5 +54,6 @@ def test_the_types_that_llama_cpp_takes() -> None:
     assert kind_of("output.weight", 2048, 30, most, better, "output.weight") == "Q6_K"
     assert kind_of("token_embd.weight", 2048, 30, most, better, "output.weight") == "Q4_K"
     assert {
-        kind_of(name, 64, 1, *FILES["Q8_0"], "output.weight") for name in ("output.weight", "blk.0.ffn_up.weight")
+        kind_of(name, 64, 1, *FILES["Q8_0"], "output.weight")
+        for name in ("output.weight", "blk.0.ffn_up.weight")
     } == {"Q8_0"}

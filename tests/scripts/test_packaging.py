@@ -1,4 +1,6 @@
-"""What is declared is what is used: pyproject.toml, constraints.txt and the imports of src, held against each other."""
+"""What is declared is what is used: pyproject.toml, constraints.txt and the imports of src, held against
+each other.
+"""
 
 import ast
 import re
@@ -46,7 +48,9 @@ def test_constraints_are_names_and_versions() -> None:
         assert line.url is None
         assert not line.extras
         assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(line.specifier))
-    versions = {str(exact[name].specifier) for name in ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13")}
+    versions = {
+        str(exact[name].specifier) for name in ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13")
+    }
     assert len(versions) == 1
 
 
@@ -69,7 +73,9 @@ def test_every_import_is_declared() -> None:
     declared = {canonicalize_name(Requirement(line).name) for line in lines}
     distributions = packages_distributions()
     for name in imported:
-        assert {canonicalize_name(found) for found in distributions[name]} & declared, f"{name} is not declared"
+        assert {canonicalize_name(found) for found in distributions[name]} & declared, (
+            f"{name} is not declared"
+        )
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.stem)

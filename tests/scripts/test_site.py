@@ -1,4 +1,6 @@
-"""The documentation site: what would ask another machine is found. Broken links are refused by Sphinx itself."""
+"""The documentation site: what would ask another machine is found. Broken links are refused by Sphinx
+itself.
+"""
 
 import runpy
 from pathlib import Path
@@ -34,7 +36,8 @@ def test_a_request_to_another_machine_is_found(tmp_path: Path, name: str, text: 
     [
         '<a href="https://example.org">a link</a><svg xmlns="http://www.w3.org/2000/svg"/>',
         '<script src="_static/x.js"></script><link rel="stylesheet" href="_static/x.css">',
-        '<link rel="canonical" href="https://example.org/a.html"><code>&lt;img src="https://example.org"&gt;</code>',
+        '<link rel="canonical" href="https://example.org/a.html"><code>&lt;img '
+        'src="https://example.org"&gt;</code>',
         "<style>b { background: url(data:image/png;base64,AA//) }</style>",
     ],
 )

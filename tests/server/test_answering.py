@@ -84,10 +84,17 @@ def test_tools_that_a_search_found_do_not_change_the_beginning_of_a_prompt(pocke
     schema: Any = {"type": "object", "properties": {}}
     first, later = ({"name": name, "input_schema": schema} for name in ("first", "later"))
     use = {"type": "tool_use", "id": "a", "name": "first", "input": {}}
-    found = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    found = {
+        "type": "tool_result",
+        "tool_use_id": "a",
+        "content": [{"type": "tool_reference", "tool_name": "later"}],
+    }
     searched = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
     prompts = []
-    for tools, messages in (([first], ASKED), ([{**later, "defer_loading": True}, first], [*ASKED, *searched])):
+    for tools, messages in (
+        ([first], ASKED),
+        ([{**later, "defer_loading": True}, first], [*ASKED, *searched]),
+    ):
         body = json.dumps({"model": "m", "max_tokens": 9, "tools": tools, "messages": messages}).encode()
         generation = messages_generation(decode(body, MessagesBody), service, LeftOut())
         prompts.append(read_prompt(service, generation).text)
@@ -95,7 +102,9 @@ def test_tools_that_a_search_found_do_not_change_the_beginning_of_a_prompt(pocke
     assert prompts[1].count('"later"') == 1
     _, events = read(
         pocket[1],
-        pocket[1].encode('<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>', add_special_tokens=False),
+        pocket[1].encode(
+            '<tool_call>\n{"name": "later", "arguments": {}}\n</tool_call>', add_special_tokens=False
+        ),
         tools=shown_tools(service, generation),
         format=service.tool_format,
     )
@@ -103,7 +112,9 @@ def test_tools_that_a_search_found_do_not_change_the_beginning_of_a_prompt(pocke
 
 
 def test_ids_of_calls_are_as_the_template_wants_them(pocket: Pocket) -> None:
-    template = "{% for m in messages %}{{ m.tool_calls[0].id if m.tool_calls else m.tool_call_id }} {% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.tool_calls[0].id if m.tool_calls else m.tool_call_id }} {% endfor %}"
+    )
     mistral = service_of(pocket, template, Mistral())
     first, second = prompt_of(mistral, CALLED).split()
     assert first == second
@@ -134,13 +145,12 @@ def test_variables_of_the_template(pocket: Pocket) -> None:
         prompt_of(service, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"})
     switch = service_of(pocket, "{{ 'off' if enable_thinking is false else 'on' }}")
     assert prompt_of(switch, reasoning_effort="none") == "off"
-    assert prompt_of(switch, reasoning_effort="high", chat_template_kwargs={"colour": "red"}) == "on"  # left out
+    # left out
+    assert prompt_of(switch, reasoning_effort="high", chat_template_kwargs={"colour": "red"}) == "on"
 
 
 FIRST = "{% if not loop.first %}{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
-LOOP = (
-    "{%% for m in messages %%}{%% if m.role == 'system' %%}%s{%% endif %%}<{{ m.role }}>{{ m.content }}{%% endfor %%}"
-)
+LOOP = "{%% for m in messages %%}{%% if m.role == 'system' %%}%s{%% endif %%}<{{ m.role }}>{{ m.content }}{%% endfor %%}"
 PLACES = {
     "anywhere": (LOOP % "", "<system>a<user>b<assistant>c<system>d<user>e<system>f"),
     "first": (LOOP % FIRST, "<system>a<user>b<assistant>c<user>d|e|f"),
@@ -153,10 +163,21 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("template", "rendered"), PLACES.values(), ids=PLACES)
-def test_system_messages_go_where_the_template_takes_them(pocket: Pocket, template: str, rendered: str) -> None:
-    said = (("system", "a"), ("user", "b"), ("assistant", "c"), ("system", "d"), ("user", "e"), ("developer", "f"))
+def test_system_messages_go_where_the_template_takes_them(
+    pocket: Pocket, template: str, rendered: str
+) -> None:
+    said = (
+        ("system", "a"),
+        ("user", "b"),
+        ("assistant", "c"),
+        ("system", "d"),
+        ("user", "e"),
+        ("developer", "f"),
+    )
     service = service_of(pocket, template)
-    assert prompt_of(service, [{"role": role, "content": text} for role, text in said]) == rendered.replace("|", "\n")
+    assert prompt_of(service, [{"role": role, "content": text} for role, text in said]) == rendered.replace(
+        "|", "\n"
+    )
     alone = [
         {"role": "assistant", "content": "c"},
         {"role": "system", "content": "a"},
@@ -173,7 +194,10 @@ def test_a_template_that_fails(pocket: Pocket) -> None:
 
 
 REQUEST = Request([1])
-LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+LOOK_TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def with_marks(tokenizer: Tokenizer, start: str, end: str) -> Tokenizer:
@@ -221,7 +245,10 @@ def test_stop_texts_by_chance(pocket: Pocket) -> None:
     for _ in range(60):
         written = "".join(random_.choice(["fox ", "bear, ", "ab", "a", "é€", "\n"]) for _ in range(12))
         ids = tokenizer.encode(written, add_special_tokens=False)
-        stops = [written[(at := random_.randrange(len(written) - 1)) : at + random_.randrange(1, 5)] for _ in range(2)]
+        stops = [
+            written[(at := random_.randrange(len(written) - 1)) : at + random_.randrange(1, 5)]
+            for _ in range(2)
+        ]
         text, events = read(tokenizer, ids, stops)
         _, end, stop = min((written.find(stop) + len(stop), written.find(stop), stop) for stop in stops)
         assert (text.stop, "".join(event.text for event in events)) == (stop, written[:end])
@@ -250,8 +277,12 @@ def lettered(tokenizer: Tokenizer, pieces: Sequence[str], *, byte_level: bool = 
     return made
 
 
-def completed(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], read: int, *stop: str) -> list[dict[str, Any]]:
-    """The choice of /v1/completions: whole, and of its stream's chunks put together; ``read`` ids are the prompt's."""
+def completed(
+    tokenizer: Tokenizer, prompt: str, ids: Sequence[int], read: int, *stop: str
+) -> list[dict[str, Any]]:
+    """The choice of /v1/completions: whole, and of its stream's chunks put together; ``read`` ids are the
+    prompt's.
+    """
     fields = {"model": "m", "prompt": "a", "logprobs": 1, "echo": True}
     body = decode(json.dumps(fields).encode(), CompletionsBody)
     encoder = CompletionsAnswers("m", body, [Generation(logprobs=True)], SimpleNamespace())  # type: ignore[arg-type]
@@ -278,7 +309,9 @@ def completed(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], read: int, 
 
 
 def test_where_the_text_of_each_token_begins(pocket: Pocket) -> None:
-    """Tokens that cut characters anywhere, as byte-level vocabularies have them; the bytes before each are counted."""
+    """Tokens that cut characters anywhere, as byte-level vocabularies have them; the bytes before each are
+    counted.
+    """
     letters = {byte: letter for letter, byte in BYTES.items()}
     random_ = random.Random(0)
     for _ in range(200):
@@ -287,7 +320,11 @@ def test_where_the_text_of_each_token_begins(pocket: Pocket) -> None:
         cuts = sorted({0, len(given), *random_.sample(range(1, len(given)), random_.randrange(len(given)))})
         tokens = [given[start:end] for start, end in pairwise(cuts)]
         tokenizer = lettered(pocket[1], ["".join(letters[byte] for byte in token) for token in tokens])
-        whole = [place for place, cut in enumerate(cuts) if given[:cut].decode(errors="ignore").encode() == given[:cut]]
+        whole = [
+            place
+            for place, cut in enumerate(cuts)
+            if given[:cut].decode(errors="ignore").encode() == given[:cut]
+        ]
         read = random_.choice(whole[:-1])
         stop = random_.choice([(), (written[-3:-1],)])
         expected = [len(given[:cut].decode(errors="ignore")) for cut in cuts]
@@ -458,7 +495,12 @@ def test_where_thinking_is_open() -> None:
         assert mx.sum(found > -mx.inf).item() == 1
         return True
 
-    assert [forced(each) for each in ([7, 1], [7, 1, 1], [7, 1, 1, 1], [1, 7, 1])] == [False, True, True, True]
+    assert [forced(each) for each in ([7, 1], [7, 1, 1], [7, 1, 1, 1], [1, 7, 1])] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     assert not any(forced(each) for each in ([1, 1, 1, 1, 7], [7, 1, 9, 1], [7, 9, 7, 1, 1, 1]))
     assert [forced(each, None) for each in ([1, 1], [1, 1, 1], [1, 9, 1, 1])] == [False, True, False]
 
@@ -470,7 +512,9 @@ def _of_one(name: str) -> dict[str, Any]:
 
 
 def test_grammars_wait_in_a_bounded_line(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was compiled lately passes. A plain json_object once waited 37 s behind twelve large schemas."""
+    """One that was compiled lately passes. A plain json_object once waited 37 s behind twelve large
+    schemas.
+    """
     known: dict[str, Any] = {"response_format": {"type": "json_object"}, "tokens": 2}
     gate = threading.Event()
     compiled = guidance.compiled
@@ -479,7 +523,10 @@ def test_grammars_wait_in_a_bounded_line(pocket: Pocket, monkeypatch: pytest.Mon
         assert "large" not in text or gate.wait(SOON)
         return compiled(vocabulary, text)
 
-    with served(*pocket, sequences=4, max_kv_size=512, max_queue=2) as server, ThreadPoolExecutor(4) as threads:
+    with (
+        served(*pocket, sequences=4, max_kv_size=512, max_queue=2) as server,
+        ThreadPoolExecutor(4) as threads,
+    ):
         before = CHAT.ask(server, **known)
         monkeypatch.setattr(guidance, "compiled", gated)
         try:

@@ -65,7 +65,10 @@ def test_a_body_up_to_the_limit(short: Running) -> None:
     assert Limits().body_bytes == 8 << 20
     for more, status in ((0, 200), (1, 413), (LONG, 413)):
         body = b"x" * (LONG + more)
-        answers = [short.client.post("/length", content=body), short.client.post("/length", content=iter([body, b"y"]))]
+        answers = [
+            short.client.post("/length", content=body),
+            short.client.post("/length", content=iter([body, b"y"])),
+        ]
         assert [answer.status_code for answer in answers] == [status, 413]  # the second has no Content-Length
     assert answers[0].json()["error"]["code"] == "request_too_large"
     assert short.client.post("/v1/messages", content=body).json()["error"]["type"] == "request_too_large"
@@ -77,9 +80,17 @@ def test_lengths_that_lie(short: Running) -> None:
     assert answer.count(b"HTTP/1.1 200") == 1
     assert _status(short.exchange(f"{HEAD}Content-Length: 50\r\n\r\nshort".encode())) == 408
     both = "Content-Length: 44\r\nTransfer-Encoding: chunked"  # each would end it elsewhere
-    lies = ("Content-Length: -1", "Content-Length: 1e9", "Content-Length: 3\r\nContent-Length: 4", f"{9:0>9999}", both)
+    lies = (
+        "Content-Length: -1",
+        "Content-Length: 1e9",
+        "Content-Length: 3\r\nContent-Length: 4",
+        f"{9:0>9999}",
+        both,
+    )
     for lie in lies:
-        answer = short.exchange(f"{HEAD}{lie}\r\n\r\n0\r\n\r\nGET /props HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        answer = short.exchange(
+            f"{HEAD}{lie}\r\n\r\n0\r\n\r\nGET /props HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        )
         assert _status(answer) == 400
         assert answer.count(b"HTTP/1.1 ") == 1
     huge = f"{HEAD}Expect: 100-continue\r\nContent-Length: {10**15}\r\n\r\n"
@@ -193,7 +204,8 @@ def test_depth(opening: str, ending: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"\xff", b'{"any": "\\ud800"}', b'{"any": 1e999}', b'{"any": NaN}', b"\xef\xbb\xbf{}"]
+    "body",
+    [b"", b"[]", b"\xff", b'{"any": "\\ud800"}', b'{"any": 1e999}', b'{"any": NaN}', b"\xef\xbb\xbf{}"],
 )
 def test_what_is_no_json(body: bytes) -> None:
     with pytest.raises(ApiError) as refused:
@@ -240,13 +252,19 @@ def test_arguments_of_too_many_values(server: Running, part: str, refused: bool)
 
 
 def test_chunks_of_one_byte(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred thousand of them hold nobody up: they are read little by little. Of 256 KiB each took 0.6 s."""
+    """A hundred thousand of them hold nobody up: they are read little by little. Of 256 KiB each took 0.6
+    s.
+    """
     read: list[int] = []
     real = Connection.data_received
-    monkeypatch.setattr(Connection, "data_received", lambda self, data: read.append(len(data)) or real(self, data))
+    monkeypatch.setattr(
+        Connection, "data_received", lambda self, data: read.append(len(data)) or real(self, data)
+    )
     with server.connect() as connection:
         head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-        sending = threading.Thread(target=connection.sendall, args=(head + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",))
+        sending = threading.Thread(
+            target=connection.sendall, args=(head + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n",)
+        )
         sending.start()
         while sending.is_alive():
             assert server.client.get("/health").status_code == 200
@@ -271,12 +289,16 @@ FREEZING: dict[str, dict[str, Any]] = {
     "newlines": {"structured_outputs": {"grammar": "\n" * 1_000_000}},
     "newlines of the largest grammar": {"structured_outputs": {"grammar": "\n" * 60_000}},
     "brackets": {"structured_outputs": {"grammar": "a[\n" * 20_000}},
-    "a temperature behind a text": {"structured_outputs": {"grammar": 'start[stop="]", temperature=1.5]: "a"'}},
+    "a temperature behind a text": {
+        "structured_outputs": {"grammar": 'start[stop="]", temperature=1.5]: "a"'}
+    },
     "quotes of a regex": {"structured_outputs": {"regex": '"\\' * 1_000_000}},
     "choices": {"structured_outputs": {"choice": ["("] * 190_000}},
     "a long choice": {"structured_outputs": {"choice": ["(" * 4_000_000]}},
     "required": {"structured_outputs": {"json": WIDE}},
-    "required of a format": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}},
+    "required of a format": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": WIDE}}
+    },
     "required of a strict tool": _tool(WIDE, strict=True),
     "a tool of any call": _tool(WIDE),
     "references": _tool(REFERENCES),
@@ -325,9 +347,15 @@ def test_a_call_against_a_schema_of_references(server: Running) -> None:
 def test_damaged_weights_are_an_error(pocket: Any) -> None:
     model = copy(pocket[0])
     *layers, last = model.layers
-    model.layers = (*layers, replace(last, norms={role: weight * math.nan for role, weight in last.norms.items()}))
+    model.layers = (
+        *layers,
+        replace(last, norms={role: weight * math.nan for role, weight in last.norms.items()}),
+    )
     with served(model, pocket[1]) as found:
-        for to, fields in ((CHAT, {"response_format": {"type": "json_object"}, "logprobs": True}), (MESSAGES, {})):
+        for to, fields in (
+            (CHAT, {"response_format": {"type": "json_object"}, "logprobs": True}),
+            (MESSAGES, {}),
+        ):
             answered = to.post(found, tokens=9, **fields)
             assert answered.status_code == 500
             assert "NaN" in answered.json()["error"]["message"]
@@ -350,17 +378,32 @@ SAID = {"role": "user", "content": ""}
 PARTS = [{"type": "text", "text": ""}] * 60_000
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLS = [{"role": "assistant", "tool_calls": [{"id": f"{n}", **CALL}]} for n in range(20_000)]
-SPACES = [{"type": "namespace", "name": f"n{n}", "tools": [{"type": "function", "name": "f"}] * 50} for n in range(999)]
+SPACES = [
+    {"type": "namespace", "name": f"n{n}", "tools": [{"type": "function", "name": "f"}] * 50}
+    for n in range(999)
+]
 MANY_ENTRIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "messages": (CHAT.path, {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
     "parts": (CHAT.path, {"messages": [{"role": "user", "content": PARTS}]}, "messages has 60000 parts"),
     "calls": (CHAT.path, {"messages": CALLS}, "messages has 20000 entries"),
-    "tools": (CHAT.path, _tool({}) | {"messages": [SAID], "tools": _tool({})["tools"] * 21_000}, "tools has 21000"),
+    "tools": (
+        CHAT.path,
+        _tool({}) | {"messages": [SAID], "tools": _tool({})["tools"] * 21_000},
+        "tools has 21000",
+    ),
     "items": (RESPONSES.path, {"input": [SAID] * 64_000}, "input has 64000 entries"),
     "namespaces": (RESPONSES.path, {"input": "x", "tools": SPACES}, "tools has 49950"),
     "turns": (MESSAGES.path, {"messages": [SAID] * 64_000, "max_tokens": 1}, "messages has 64000 entries"),
-    "blocks": (MESSAGES.path, {"messages": [{"role": "user", "content": PARTS}], "max_tokens": 1}, "has 60000 parts"),
-    "system": (MESSAGES.path, {"messages": [SAID], "system": PARTS, "max_tokens": 1}, "system has 60000 entries"),
+    "blocks": (
+        MESSAGES.path,
+        {"messages": [{"role": "user", "content": PARTS}], "max_tokens": 1},
+        "has 60000 parts",
+    ),
+    "system": (
+        MESSAGES.path,
+        {"messages": [SAID], "system": PARTS, "max_tokens": 1},
+        "system has 60000 entries",
+    ),
     "prompts": (COMPLETIONS.path, {"prompt": [[1]] * 90_000}, "prompt has 90000 prompts"),
     "counted": ("/v1/messages/count_tokens", {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
     "tokenized": ("/tokenize", {"messages": [SAID] * 64_000}, "messages has 64000 entries"),
@@ -371,7 +414,9 @@ MANY_ENTRIES: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_many_entries_do_not_hold_the_loop(
     timed: Running, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], said: str
 ) -> None:
-    """They are counted first; with a context that has room for them, a thread reads them. It took 1.4 s of the loop."""
+    """They are counted first; with a context that has room for them, a thread reads them. It took 1.4 s of
+    the loop.
+    """
     body = json.dumps({"model": "pocket", **fields}).encode()
     refused = timed.client.post(path, content=body)
     assert (refused.status_code, said in refused.json()["error"]["message"]) == (400, True)
@@ -382,7 +427,9 @@ def test_many_entries_do_not_hold_the_loop(
 
 
 def test_a_body_takes_no_room_while_it_is_answered(short: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once three bodies of blanks, with long answers, shut out every other request until they were answered."""
+    """Once three bodies of blanks, with long answers, shut out every other request until they were
+    answered.
+    """
     monkeypatch.setattr(short.service, "submit", lambda *given: None)  # an answer that does not end
     body = CHAT.body("x", stream=True)
     head = f"POST {CHAT.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {LONG}\r\n\r\n"
@@ -438,9 +485,14 @@ def _address(client: httpx2.Client) -> tuple[str, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it counts the files of a process by Linux's limits")
 def test_more_connections_than_files(tmp_path: Path) -> None:
-    with started(tmp_path, command=[sys.executable, "-c", SERVE_FEW]) as (_, client, lines), ExitStack() as held:
+    with (
+        started(tmp_path, command=[sys.executable, "-c", SERVE_FEW]) as (_, client, lines),
+        ExitStack() as held,
+    ):
         before = len(lines)
-        connections = [held.enter_context(socket.create_connection(_address(client), SOON)) for _ in range(300)]
+        connections = [
+            held.enter_context(socket.create_connection(_address(client), SOON)) for _ in range(300)
+        ]
         time.sleep(0.5)
         assert read_all(connections[-1]).startswith(b"HTTP/1.1 503 ")
         for connection in connections[:60]:

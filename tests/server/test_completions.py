@@ -24,7 +24,9 @@ def text_of(answer: dict[str, Any], choice: int = 0) -> str:
 
 
 def test_log_probabilities_and_penalties(exact: Running, pocket: Pocket, pocket_mlx_lm: nn.Module) -> None:
-    """Greedy tokens are those of the reference's logits less OpenAI's penalties, whose counts are of the answer."""
+    """Greedy tokens are those of the reference's logits less OpenAI's penalties, whose counts are of the
+    answer.
+    """
     ids = pocket[1].apply_chat_template(ASKED, add_generation_prompt=True)
     fields = {"presence_penalty": 0.6, "frequency_penalty": 1.1, "logit_bias": {"300": -3, "301": 2}}
     answer = CHAT.ask(exact, tokens=40, logprobs=True, top_logprobs=5, ignore_eos=True, **fields)
@@ -71,9 +73,13 @@ def test_a_stream_is_the_whole_answer(server: Running, to: Interface, fields: di
     for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert chunks[-1]["usage"][key] == whole["usage"][key]
     if to is CHAT:
-        assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [{"role": "assistant", "content": ""}] * 3
+        assert [chunk["choices"][0]["delta"] for chunk in chunks[:3]] == [
+            {"role": "assistant", "content": ""}
+        ] * 3
     for choice in whole["choices"]:
-        own = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]]
+        own = [
+            chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]
+        ]
         assert len(own) > 5
         said = [each["delta"].get("content", "") if to is CHAT else each["text"] for each in own]
         assert "".join(said) == (text_of(whole, choice["index"]) if to is CHAT else choice["text"])
@@ -81,7 +87,8 @@ def test_a_stream_is_the_whole_answer(server: Running, to: Interface, fields: di
         expected = {key: value or [] for key, value in choice["logprobs"].items()}
         parts = [each["logprobs"] for each in own if each["logprobs"]]
         told = {key: [item for part in parts for item in part[key] or ()] for key in expected}
-        if to is COMPLETIONS:  # which answers are computed together is a matter of time, and the last digits with it
+        # which answers are computed together is a matter of time, and the last digits with it
+        if to is COMPLETIONS:
             assert told.pop("token_logprobs") == pytest.approx(expected.pop("token_logprobs"), abs=1e-3)
             for found, top in zip(told.pop("top_logprobs"), expected.pop("top_logprobs"), strict=True):
                 assert found == pytest.approx(top, abs=1e-3)
@@ -90,14 +97,38 @@ def test_a_stream_is_the_whole_answer(server: Running, to: Interface, fields: di
 
 def test_defaults_are_the_models(exact: Running) -> None:
     assert text_of(ask(exact, seed=3)) == text_of(ask(exact, seed=3, temperature=0.7, top_p=0.95))
-    assert text_of(ask(exact, seed=3, top_p=1e-9)) == text_of(ask(exact, top_p=0)) == text_of(ask(exact, temperature=0))
-    assert text_of(ask(exact, temperature=0, seed=1, top_k=5, min_p=0.1)) == text_of(ask(exact, temperature=1e-8))
+    assert (
+        text_of(ask(exact, seed=3, top_p=1e-9))
+        == text_of(ask(exact, top_p=0))
+        == text_of(ask(exact, temperature=0))
+    )
+    assert text_of(ask(exact, temperature=0, seed=1, top_k=5, min_p=0.1)) == text_of(
+        ask(exact, temperature=1e-8)
+    )
 
 
 def test_what_cannot_change_an_answer_is_taken(server: Running) -> None:
-    fields = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k"}
-    fields |= {"modalities": ["text"], "safety_identifier": "s", "verbosity": "medium", "parallel_tool_calls": True}
-    fields |= {"tools": None, "response_format": {"type": "text"}, "audio": None, "stop": [], "n": 1, "stream": False}
+    fields = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+    }
+    fields |= {
+        "modalities": ["text"],
+        "safety_identifier": "s",
+        "verbosity": "medium",
+        "parallel_tool_calls": True,
+    }
+    fields |= {
+        "tools": None,
+        "response_format": {"type": "text"},
+        "audio": None,
+        "stop": [],
+        "n": 1,
+        "stream": False,
+    }
     answer = server.client.post(CHAT.path, json=CHAT.body() | fields).json()
     assert text_of(answer) == text_of(CHAT.ask(server))
 
@@ -112,9 +143,17 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": IMAGE}, "messages[0].content[0].type", "'image_url'"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "has no content"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role", "robot"),
-    ({"messages": [{"role": "user", "content": "", "tool_calls": [CALLED]}]}, "messages[0]", "of an assistant"),
+    (
+        {"messages": [{"role": "user", "content": "", "tool_calls": [CALLED]}]},
+        "messages[0]",
+        "of an assistant",
+    ),
     ({"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, f"{CALLS}[0].function.arguments", "'{'"),
-    ({"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]}, "messages[0].tool_call_id", "no call"),
+    (
+        {"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]},
+        "messages[0].tool_call_id",
+        "no call",
+    ),
     ({"messages": [{"role": "tool", "content": ""}]}, "messages[0]", "expected tool_call_id"),
     ({"messages": [{"role": "user", "content": "a " * 40_000}]}, "messages", "room for 512 tokens"),
     ({"temperature": 2.5}, "temperature", "is 2.5; expected 0 to 2"),
@@ -125,7 +164,11 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seed": 2**64}, "seed", "expected -9223372036854775808 to"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "Expected `int`, got `str`"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", "is 101.0; expected -100 to 100"),
-    ({"repetition_penalty": 1e-38}, "repetition_penalty", "is 1e-38; expected 0 (off), or from 0.001 to 1000"),
+    (
+        {"repetition_penalty": 1e-38},
+        "repetition_penalty",
+        "is 1e-38; expected 0 (off), or from 0.001 to 1000",
+    ),
     ({"repeat_penalty": 5e-324}, "repetition_penalty", "is 5e-324; expected 0 (off), or from"),
     ({"stop_token_ids": [1280]}, "stop_token_ids", "has token 1280; the model knows 0 to 1279"),
     ({"stop_token_ids": [1] * 1025}, "stop_token_ids", "has 1025 tokens; expected at most 1024"),
@@ -141,12 +184,20 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "kvant sets itself"),
     ({"tool_choice": "required"}, "tool_choice", "no effect without tools"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name", "another tool has"),
-    ({"tools": [{**TOOL, "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'; expected 1 to 256 letters"),
+    (
+        {"tools": [{**TOOL, "function": {"name": "a b"}}]},
+        "tools[0].function.name",
+        "'a b'; expected 1 to 256 letters",
+    ),
     ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "expected one of them"),
     ({"num_predict": 5, "max_tokens": 6}, "max_tokens", "max_tokens and num_predict differ"),
     ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type", "has no type; expected function"),
     ({"draft": "suffix"}, "draft", '"model" or "none" or "prompt"'),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of tools"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+        "one of tools",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"structured_outputs": {}}, "structured_outputs", "has nothing; expected one of"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "expected texts"),
@@ -178,7 +229,9 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("said", "fields"), LEFT_OUT.items())
-def test_what_is_left_out_and_said(server: Running, strict: Running, said: str, fields: dict[str, Any]) -> None:
+def test_what_is_left_out_and_said(
+    server: Running, strict: Running, said: str, fields: dict[str, Any]
+) -> None:
     answered = server.client.post(CHAT.path, json=CHAT.body(tokens=2) | fields)
     assert (answered.status_code, answered.headers["x-kvant-ignored"]) == (200, said), answered.text
     refused = strict.client.post(CHAT.path, json=CHAT.body(tokens=2) | fields)
@@ -189,12 +242,19 @@ def test_what_is_left_out_and_said(server: Running, strict: Running, said: str, 
 
 
 def test_fields_of_others(server: Running) -> None:
-    """-1 is no limit; a schema may stand beside json_object; a stream counts as it goes; Ollama's names are known."""
+    """-1 is no limit; a schema may stand beside json_object; a stream counts as it goes; Ollama's names
+    are known.
+    """
     ours = CHAT.ask(server, tokens=20, repetition_penalty=1.5, repetition_context_size=7)
     theirs = CHAT.ask(server, tokens=None, num_predict=20, repeat_penalty=1.5, repeat_last_n=7)
     assert text_of(ours) == text_of(theirs) != text_of(CHAT.ask(server, tokens=20))
     assert COMPLETIONS.ask(server, tokens=None, n_predict=3)["usage"]["completion_tokens"] == 3
-    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [7]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     asked = CHAT.body(tokens=-1, response_format={"type": "json_object", "schema": schema})
     assert json.loads(text_of(server.client.post(CHAT.path, json=asked).json())) == {"a": 7}
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -229,7 +289,9 @@ def test_stop_token_ids(server: Running, to: Interface, fields: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("to", "stream"), [(CHAT, False), (CHAT, True), (COMPLETIONS, False)], ids=["chat", "stream", "completions"]
+    ("to", "stream"),
+    [(CHAT, False), (CHAT, True), (COMPLETIONS, False)],
+    ids=["chat", "stream", "completions"],
 )
 def test_what_is_wrong_is_refused_by_name(server: Running, to: Interface, stream: bool) -> None:
     for fields, param, part in REFUSED if to is CHAT else REFUSED_PROMPTS:
@@ -288,8 +350,12 @@ def test_many_prompts_are_more_than_run_at_once(server: Running) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_log_probabilities_of_a_prompt(exact: Running, pocket_mlx_lm: nn.Module, tokens: int) -> None:
-    """As evaluations ask for them: a prompt's own, the first token without one, by mlx-lm's logits of the same ids."""
-    ids = exact.service.tokenizer.encode("The fox and the bear went to the river, and there they saw a red boat. " * 8)
+    """As evaluations ask for them: a prompt's own, the first token without one, by mlx-lm's logits of the
+    same ids.
+    """
+    ids = exact.service.tokenizer.encode(
+        "The fox and the bear went to the river, and there they saw a red boat. " * 8
+    )
     logits = np.array(pocket_mlx_lm(mx.array([ids]))[0].astype(mx.float32), np.float64)
     logprobs = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     logprobs -= logits.max(-1, keepdims=True)
@@ -317,7 +383,9 @@ def test_a_prompt_whose_last_token_is_fed_alone(
     exact: Running, pocket_mlx_lm: nn.Module, length: int, tokens: int
 ) -> None:
     """A prompt of one token has nothing that follows in it; of 33 the last is behind a chunk of 32."""
-    ids = exact.service.tokenizer.encode("The fox and the bear went to the river, and there they saw a red boat. " * 3)
+    ids = exact.service.tokenizer.encode(
+        "The fox and the bear went to the river, and there they saw a red boat. " * 3
+    )
     ids = ids[:length]
     assert len(ids) == length
     logits = np.array(pocket_mlx_lm(mx.array([ids]))[0].astype(mx.float32), np.float64)
@@ -333,7 +401,9 @@ def test_a_prompt_whose_last_token_is_fed_alone(
 
 
 def test_text_offsets_count_characters(server: Running) -> None:
-    """The pieces of one character have its place, whole and streamed; the bytes before each are the reference."""
+    """The pieces of one character have its place, whole and streamed; the bytes before each are the
+    reference.
+    """
     prompt = "日本 🎉 x"
     fields: dict[str, Any] = {"echo": True, "logprobs": 1}
     (whole,) = complete(server, prompt, 3, **fields)["choices"]
@@ -366,5 +436,7 @@ def test_log_probabilities_are_those_of_chat(server: Running) -> None:
         assert offset == at
         assert choice["text"].startswith(token, at)
         at += len(token)
-    assert complete(server, prompt, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [None] * len(content)
+    assert complete(server, prompt, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [None] * len(
+        content
+    )
     assert complete(server, prompt)["choices"][0]["logprobs"] is None

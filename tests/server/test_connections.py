@@ -1,4 +1,6 @@
-"""Connections that are slow, idle, too many, or speak no HTTP; clients that go away or come when there is no place."""
+"""Connections that are slow, idle, too many, or speak no HTTP; clients that go away or come when there is
+no place.
+"""
 
 import asyncio
 import json
@@ -84,7 +86,14 @@ def _read_answers(connection: socket.socket, number: int) -> None:
         (ASK, []),
         (b"POST /nothing HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 999\r\n\r\n", [b"x"] * 200),
     ],
-    ids=["silent", "a byte", "slow headers", "slow headers of a second request", "idle", "a slow body nobody reads"],
+    ids=[
+        "silent",
+        "a byte",
+        "slow headers",
+        "slow headers of a second request",
+        "idle",
+        "a slow body nobody reads",
+    ],
 )
 def test_a_connection_cannot_be_held(strict: Running, first: bytes, pieces: list[bytes]) -> None:
     with strict.connect() as connection:
@@ -113,8 +122,12 @@ def test_one_connection_for_many_requests(strict: Running) -> None:
         ("POST", CHAT.path, json.dumps(CHAT.body(tokens=400, ignore_eos=True)), 499),
     ],
 )
-def test_a_client_that_closes_its_sending_side(server: Running, method: str, path: str, body: str, status: int) -> None:
-    """It gets its answer; a text would be generated for a client that may have gone, and it is told. It got nothing."""
+def test_a_client_that_closes_its_sending_side(
+    server: Running, method: str, path: str, body: str, status: int
+) -> None:
+    """It gets its answer; a text would be generated for a client that may have gone, and it is told. It
+    got nothing.
+    """
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with server.connect() as connection:
         connection.sendall((head + body).encode())
@@ -152,7 +165,10 @@ def test_a_client_that_does_not_read(strict: Running) -> None:
 
 
 def test_headers_that_are_too_long(server: Running) -> None:
-    for line in (b"GET /" + b"x" * 300_000 + b" HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX-a: " + b"x" * 300_000 + b"\r\n"):
+    for line in (
+        b"GET /" + b"x" * 300_000 + b" HTTP/1.1\r\n",
+        b"GET / HTTP/1.1\r\nX-a: " + b"x" * 300_000 + b"\r\n",
+    ):
         assert server.exchange(line + b"Host: localhost\r\n\r\n")[:12] in (b"HTTP/1.1 400", b"")
     assert server.client.get("/health").status_code == 200
 
@@ -175,7 +191,11 @@ def test_bytes_that_are_no_http(pocket: Any) -> None:
                         changed[at : at + rng.randint(0, 4)] = rng.randbytes(rng.randint(0, 4))
                     connection.sendall(changed)
                 statuses |= {read_all(connection)[9:12] for connection in connections}
-        assert {b"200", b"400", b"403", b"404", b"408"} <= statuses <= {b"200", b"400", b"403", b"404", b"405", b"408"}
+        assert (
+            {b"200", b"400", b"403", b"404", b"408"}
+            <= statuses
+            <= {b"200", b"400", b"403", b"404", b"405", b"408"}
+        )
         assert server.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
         assert server.service.active == 0
 
@@ -198,7 +218,9 @@ def is_free(server: Running) -> bool:
 
 def ended(server: Running) -> dict[str, float]:
     """How many answers ended, by reason."""
-    lines = re.findall(r'^kvant_answers_total{reason="(\w+)"} (.*)$', server.client.get("/metrics").text, re.M)
+    lines = re.findall(
+        r'^kvant_answers_total{reason="(\w+)"} (.*)$', server.client.get("/metrics").text, re.M
+    )
     return {reason: float(number) for reason, number in lines}
 
 
@@ -212,8 +234,12 @@ def send(server: Running, to: Interface = CHAT, asked: Any = FOX, **fields: Any)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(("to", "fields"), [(CHAT, {}), (CHAT, {"n": 2}), (COMPLETIONS, {"asked": ["A", "B", "C"]})])
-def test_a_client_that_goes_away(narrow: Running, to: Interface, fields: dict[str, Any], stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("to", "fields"), [(CHAT, {}), (CHAT, {"n": 2}), (COMPLETIONS, {"asked": ["A", "B", "C"]})]
+)
+def test_a_client_that_goes_away(
+    narrow: Running, to: Interface, fields: dict[str, Any], stream: bool
+) -> None:
     wait(lambda: is_free(narrow))
     before = ended(narrow)
     for reads in (True, False):

@@ -100,12 +100,21 @@ def test_items_with_tools() -> None:
         input=[
             {"role": "developer", "content": [{"type": "input_text", "text": "!"}]},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": x} for x in "ab"]},
-            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "Hm."}],
+            },
             {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [text]},
             {**CALL, "id": "fc_1", "status": "completed", "parsed_arguments": {"city": "Rome"}},
             {**CALL, "call_id": "b"},
             {"type": "function_call_output", "call_id": "b", "output": "sun", "id": "fco_1"},
-            {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "rain"}]},
+            {
+                "type": "function_call_output",
+                "call_id": "a",
+                "output": [{"type": "input_text", "text": "rain"}],
+            },
             {"type": "message", "role": "assistant", "content": "Well."},
             HI,
         ],
@@ -162,7 +171,9 @@ def test_options() -> None:
     made = _made(MESSAGES, max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["\n\n", "END"])
     assert (made.max_tokens, made.stop) == (7, ("\n\n", "END"))
     assert (made.sampling.temp, made.sampling.top_p, made.sampling.top_k) == (0.5, 0.9, 3)
-    made = _made(RESPONSES, max_output_tokens=7, temperature=1.5, top_p=0.9, top_k=3, seed=4, parallel_tool_calls=False)
+    made = _made(
+        RESPONSES, max_output_tokens=7, temperature=1.5, top_p=0.9, top_k=3, seed=4, parallel_tool_calls=False
+    )
     assert (made.max_tokens, made.sampling.temp, made.sampling.top_p) == (7, 1.5, 0.9)
     assert (made.sampling.top_k, made.sampling.seed, made.parallel_tool_calls) == (3, 4, False)
     told = _made(RESPONSES, top_logprobs=3)
@@ -182,7 +193,9 @@ def test_options() -> None:
 
 def test_which_tool_is_called() -> None:
     words = {"auto": "auto", "any": "required", "none": "none"}
-    cases: list[tuple[Interface, Any, Any]] = [(MESSAGES, {"type": word}, wanted) for word, wanted in words.items()]
+    cases: list[tuple[Interface, Any, Any]] = [
+        (MESSAGES, {"type": word}, wanted) for word, wanted in words.items()
+    ]
     cases += [(RESPONSES, word, word or "auto") for word in (None, "auto", "none", "required")]
     cases += [(MESSAGES, {"type": "tool", "name": "other"}, OTHER)]
     cases += [(RESPONSES, {"type": "function", "name": "other"}, OTHER)]
@@ -191,7 +204,11 @@ def test_which_tool_is_called() -> None:
         assert (made.tool_choice, made.parallel_tool_calls) == (wanted, True)
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     assert not _made(MESSAGES, tools=[TOOL], tool_choice=choice).parallel_tool_calls
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}] * 2}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "other"}] * 2,
+    }
     made = _made(RESPONSES, tools=TOOLS[RESPONSES], tool_choice=allowed)
     assert (made.tools, made.tool_choice) == ((OTHER,), "required")
 
@@ -236,7 +253,14 @@ def test_thinking_is_switched_by_the_template() -> None:
 
 def test_effort_is_the_templates() -> None:
     harmony, switched = service("{{ reasoning_effort }}", thinks=True), service(SWITCHED, thinks=True)
-    nearest = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+    nearest = {
+        "minimal": "low",
+        "low": "low",
+        "medium": "medium",
+        "high": "high",
+        "xhigh": "high",
+        "max": "high",
+    }
     for effort, level in nearest.items():
         told = {"reasoning_effort": level}
         assert _made(MESSAGES, harmony, output_config={"effort": effort}).variables == told
@@ -352,17 +376,35 @@ def test_a_namespaces_functions_are_tools() -> None:
     ])  # fmt: skip
     assert [tool.name for tool in made.tools] == ["agents__weather", "weather"]
     assert made.messages is not None
-    assert made.messages[1]["tool_calls"][0]["function"]["name"] == made.messages[2]["name"] == "agents__weather"
+    assert (
+        made.messages[1]["tool_calls"][0]["function"]["name"] == made.messages[2]["name"] == "agents__weather"
+    )
     assert [*left_out.names.values()] == ["tools[0].tools[1] mcp"]
 
 
 def test_tools_in_the_input_are_tools() -> None:
-    """Codex sends these to models it knows as new, and no others. The same tools in ``tools`` are the reference."""
+    """Codex sends these to models it knows as new, and no others. The same tools in ``tools`` are the
+    reference.
+    """
     custom = {"type": "custom", "name": "exec", "description": "Runs JavaScript."}
-    given = [{"type": "namespace", "name": "functions", "description": "", "tools": [custom, FUNCTION]}, FUNCTION]
-    item = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [*given, {"type": "web_search"}]}
+    given = [
+        {"type": "namespace", "name": "functions", "description": "", "tools": [custom, FUNCTION]},
+        FUNCTION,
+    ]
+    item = {
+        "type": "additional_tools",
+        "id": "at_1",
+        "role": "developer",
+        "tools": [*given, {"type": "web_search"}],
+    }
     answer = {"type": "custom_tool_call_output", "call_id": "a", "output": "1"}
-    call = {"type": "custom_tool_call", "call_id": "a", "namespace": "functions", "name": "exec", "input": "text(1)"}
+    call = {
+        "type": "custom_tool_call",
+        "call_id": "a",
+        "namespace": "functions",
+        "name": "exec",
+        "input": "text(1)",
+    }
     left_out = LeftOut()
     made = _made(RESPONSES, left_out=left_out, input=[item, HI, call, answer])
     usual = _made(RESPONSES, tools=given, input=[HI, call, answer])
@@ -370,14 +412,19 @@ def test_tools_in_the_input_are_tools() -> None:
     assert (made.tools, made.messages) == (usual.tools, usual.messages)
     assert [*left_out.names.values()] == ["input[0].tools[2] web_search"]
     named = {"type": "function", "name": "weather"}
-    assert _made(RESPONSES, input=[item | {"tools": given}, HI], tool_choice=named).tool_choice == made.tools[2]
+    assert (
+        _made(RESPONSES, input=[item | {"tools": given}, HI], tool_choice=named).tool_choice == made.tools[2]
+    )
 
 
 def test_a_tool_in_the_input_replaces_an_earlier_one_of_its_name() -> None:
     """It keeps its place: what is fed before it stays the same."""
     item = {"type": "additional_tools", "role": "developer"}
     other, newer = {**FUNCTION, "name": "other"}, {**FUNCTION, "description": "The newer one."}
-    given = {"tools": [FUNCTION, other], "input": [HI, {**item, "tools": [newer]}, {**item, "tools": [newer]}, HI]}
+    given = {
+        "tools": [FUNCTION, other],
+        "input": [HI, {**item, "tools": [newer]}, {**item, "tools": [newer]}, HI],
+    }
     first, second = _made(RESPONSES, **given).tools
     assert (first.name, first.description, second.name) == ("weather", "The newer one.", "other")
     twice = {"input": [HI, {**item, "tools": [other, other]}]}
@@ -388,7 +435,12 @@ def test_a_tool_in_the_input_replaces_an_earlier_one_of_its_name() -> None:
     assert _refused(RESPONSES, tools=many, input=[HI, {**item, "tools": more}]).param == "tools"
 
 
-SEARCH_TOOL = {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {"a": 1}}
+SEARCH_TOOL = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Finds tools.",
+    "parameters": {"a": 1},
+}
 SEARCHES = {"type": "tool_search_call", "call_id": "s", "execution": "client", "arguments": {"query": "sky"}}
 FOUND = {"type": "tool_search_output", "call_id": "s", "execution": "client"}
 LATER = {**FUNCTION, "name": "later", "defer_loading": True}
@@ -429,7 +481,9 @@ def test_searches_that_openais_server_does_are_left_out() -> None:
 
 
 def test_a_tool_that_was_found_is_shown_where_it_was_found() -> None:
-    """Twice found, or sent from the beginning, it keeps its first place: what was read of a prompt can be shared."""
+    """Twice found, or sent from the beginning, it keeps its first place: what was read of a prompt can be
+    shared.
+    """
     again = [HI, SEARCHES, {**FOUND, "tools": [LATER]}, {**SEARCHES, "call_id": "t"}]
     again.append({**FOUND, "call_id": "t", "tools": [LATER, FUNCTION]})
     made = _made(RESPONSES, tools=[FUNCTION, SEARCH_TOOL], input=again)
@@ -443,7 +497,11 @@ def test_a_tool_that_was_found_is_shown_where_it_was_found() -> None:
 def test_a_reference_to_a_tool_shows_it() -> None:
     """As Claude Code's ToolSearch answers. A text of many references does not show a tool as often."""
     reference = {"type": "tool_reference", "tool_name": "later"}
-    tools = [TOOL, {**TOOL, "name": "later", "defer_loading": True}, {**TOOL, "name": "other", "defer_loading": True}]
+    tools = [
+        TOOL,
+        {**TOOL, "name": "later", "defer_loading": True},
+        {**TOOL, "name": "other", "defer_loading": True},
+    ]
     result = {
         "type": "tool_result",
         "tool_use_id": "b",
@@ -478,14 +536,17 @@ def test_results_that_are_no_text_become_notes() -> None:
     last = "[a part of the type document is not shown to this model, which reads text]"
     result = {"type": "tool_result", "tool_use_id": "b", "content": parts}
     made = _made(
-        MESSAGES, messages=[HI, {"role": "assistant", "content": [OSLO]}, {"role": "user", "content": [result]}]
+        MESSAGES,
+        messages=[HI, {"role": "assistant", "content": [OSLO]}, {"role": "user", "content": [result]}],
     )
     assert made.messages is not None
     assert made.messages[-1]["content"] == f"{read}\n{last}"
     made = _made(MESSAGES, messages=[{"role": "user", "content": [parts[2]]}])
     assert made.messages == [{"role": "user", "content": "Sky\nRain."}]
     shown = [{"type": "input_text", "text": "Look:"}, {"type": "input_image", "image_url": "data:"}]
-    made = _made(RESPONSES, input=[HI, CALL, {"type": "function_call_output", "call_id": "a", "output": shown}])
+    made = _made(
+        RESPONSES, input=[HI, CALL, {"type": "function_call_output", "call_id": "a", "output": shown}]
+    )
     assert made.messages is not None
     assert made.messages[-1]["content"] == read.partition("\nSky")[0]
     for to, fields in (
@@ -500,7 +561,11 @@ def test_tools_that_take_text() -> None:
     form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
     patch = {"type": "custom", "name": "patch", "description": "Edits.", "format": form}
     expression = {**patch, "format": {**form, "syntax": "regex", "definition": r"a/\/b"}}
-    space = {"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "say", "format": {"type": "text"}}]}
+    space = {
+        "type": "namespace",
+        "name": "x",
+        "tools": [{"type": "custom", "name": "say", "format": {"type": "text"}}],
+    }
     choice = {"type": "custom", "name": "patch"}
     said = "Edits.\n\nThe input is text that follows this grammar"
     for given, told, grammar in (
@@ -512,7 +577,9 @@ def test_tools_that_take_text() -> None:
         assert made.tools[1] == Tool("x__say", "", INPUT, custom=True, namespace="x")
         assert made.tool_choice == made.tools[0]
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
-    assert [tool.name for tool in _made(RESPONSES, tools=[patch, space], tool_choice=allowed).tools] == ["patch"]
+    assert [tool.name for tool in _made(RESPONSES, tools=[patch, space], tool_choice=allowed).tools] == [
+        "patch"
+    ]
     xml = service(form=QwenCoder())
     left_out = LeftOut()
     made = _made(RESPONSES, xml, left_out, tools=[patch])
@@ -521,11 +588,17 @@ def test_tools_that_take_text() -> None:
 
 def test_custom_calls_come_back() -> None:
     call = {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "*** Begin"}
-    made = _made(RESPONSES, input=[HI, call, {"type": "custom_tool_call_output", "call_id": "a", "output": "done"}])
+    made = _made(
+        RESPONSES, input=[HI, call, {"type": "custom_tool_call_output", "call_id": "a", "output": "done"}]
+    )
     function = {"name": "patch", "arguments": {"input": "*** Begin"}}
     assert made.messages == [
         HI,
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": function}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "a", "type": "function", "function": function}],
+        },
         {"role": "tool", "content": "done", "tool_call_id": "a", "name": "patch"},
     ]
 
@@ -547,7 +620,8 @@ def test_custom_calls_come_back() -> None:
 def test_blocks_that_are_refused(role: str, block: dict[str, Any], place: str) -> None:
     called = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
     error = _refused(
-        MESSAGES, messages=[{"role": "assistant", "content": [called]}, {"role": role, "content": [block]}, HI]
+        MESSAGES,
+        messages=[{"role": "assistant", "content": [called]}, {"role": role, "content": [block]}, HI],
     )
     assert error.param == f"messages[1].content[0]{place}"
     assert place not in ("", ".type") or repr(block["type"]) in error.message
@@ -555,7 +629,9 @@ def test_blocks_that_are_refused(role: str, block: dict[str, Any], place: str) -
 
 def test_what_is_not_stored_is_said_and_what_is_expected() -> None:
     message = _refused(RESPONSES, tool_choice={"type": "mcp"}).message
-    assert message.endswith('\'mcp\' - at `$.tool_choice.type`; expected "function" or "custom" or "allowed_tools"')
+    assert message.endswith(
+        '\'mcp\' - at `$.tool_choice.type`; expected "function" or "custom" or "allowed_tools"'
+    )
     for fields in ({"previous_response_id": "r"}, {"input": [{"type": "item_reference", "id": "m"}]}):
         assert "send the whole conversation" in _refused(RESPONSES, left_out=LeftOut(), **fields).message
     # With this code Anthropic's tool runner sends the whole conversation.

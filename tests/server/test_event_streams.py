@@ -1,4 +1,6 @@
-"""Streams of messages and responses: the order of events, and that a client which adds them up has the answer."""
+"""Streams of messages and responses: the order of events, and that a client which adds them up has the
+answer.
+"""
 
 import copy
 import json
@@ -33,7 +35,9 @@ def _stream(**fields: Any) -> ResponseStream:
 
 
 def _items(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a client makes of a stream, by OpenAI's description of the events; each `done` repeats what came before."""
+    """What a client makes of a stream, by OpenAI's description of the events; each `done` repeats what
+    came before.
+    """
     items: list[dict[str, Any]] = []
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     for event in told[2:-1]:
@@ -74,7 +78,12 @@ def _items(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_the_order_of_events() -> None:
     told = streamed(_stream(), ANSWER)
-    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    call = [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+    ]
     assert [event["type"].removeprefix("response.") for event in told] == [
         "created", "in_progress",
         "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
@@ -133,20 +142,32 @@ def test_a_whole_response() -> None:
 
 
 def test_calls_of_tools_in_a_namespace_and_of_tools_that_take_text() -> None:
-    """The client knows a tool by its namespace and its own name. Without one a name may have its marks in it."""
+    """The client knows a tool by its namespace and its own name. Without one a name may have its marks in
+    it.
+    """
     space = {"type": "namespace", "name": "a", "tools": [{"type": "function", "name": "b__c"}]}
     inner = {"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "say"}]}
     stream = _stream(tools=[space, inner, {"type": "custom", "name": "x__tell"}])
-    called = [Call(0, 0, "a__b__c", "{}"), Call(0, 1, "x__say", '{"input":"Hi"}'), Call(0, 2, "x__tell", '{"input":1}')]
+    called = [
+        Call(0, 0, "a__b__c", "{}"),
+        Call(0, 1, "x__say", '{"input":"Hi"}'),
+        Call(0, 2, "x__tell", '{"input":1}'),
+    ]
     told = streamed(stream, [Begun(3), *called, End(0, "tool_calls", 9)])
-    items = [{name: value for name, value in item.items() if "id" not in name} for item in stream.whole()["output"]]
-    function, custom = ({"type": f"{kind}_call", "status": "completed"} for kind in ("function", "custom_tool"))
+    items = [
+        {name: value for name, value in item.items() if "id" not in name} for item in stream.whole()["output"]
+    ]
+    function, custom = (
+        {"type": f"{kind}_call", "status": "completed"} for kind in ("function", "custom_tool")
+    )
     assert items == [
         function | {"name": "b__c", "namespace": "a", "arguments": "{}"},
         custom | {"name": "say", "namespace": "x", "input": "Hi"},
         custom | {"name": "x__tell", "input": '{"input":1}'},
     ]
-    assert [event["item"] for event in told if event["type"].endswith("item.done")] == stream.whole()["output"]
+    assert [event["item"] for event in told if event["type"].endswith("item.done")] == stream.whole()[
+        "output"
+    ]
     done = [event for event in told if event["type"].endswith("call_input.done")]
     assert [event["input"] for event in done] == ["Hi", '{"input":1}']
     (done,) = (event for event in told if event["type"].endswith("arguments.done"))
@@ -168,7 +189,10 @@ def test_a_search_for_tools_is_an_item_of_its_own() -> None:
     }  # fmt: skip
     kinds = [event["type"] for event in told if event.get("output_index") == 1]
     assert kinds == ["response.output_item.added", "response.output_item.done"]
-    assert [event["item"]["status"] for event in told if event.get("output_index") == 1] == ["in_progress", "completed"]
+    assert [event["item"]["status"] for event in told if event.get("output_index") == 1] == [
+        "in_progress",
+        "completed",
+    ]
     assert item["call_id"]
     assert stream.whole()["tools"][0]["type"] == "tool_search"
 
@@ -181,7 +205,10 @@ def test_log_probabilities() -> None:
     shaped = {"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5}
     shaped["top_logprobs"] = [{"token": "a", "bytes": [97], "logprob": -0.25}]
     assert stream.whole()["output"][0]["content"][0]["logprobs"] == [shaped, shaped]
-    assert [event["logprobs"] for event in told if event["type"].endswith("text.delta")] == [[shaped], [shaped]]
+    assert [event["logprobs"] for event in told if event["type"].endswith("text.delta")] == [
+        [shaped],
+        [shaped],
+    ]
 
 
 def _message(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -229,7 +256,12 @@ def test_a_whole_message() -> None:
     ids = [message.pop("id"), *[block.pop("id") for block in message["content"][2:]]]
     assert [each.partition("_")[0] for each in ids] == ["msg", "toolu", "toolu"]
     assert len(set(ids)) == 3
-    usage = {"input_tokens": 4, "cache_read_input_tokens": 16, "cache_creation_input_tokens": 0, "output_tokens": 12}
+    usage = {
+        "input_tokens": 4,
+        "cache_read_input_tokens": 16,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": 12,
+    }
     content = [
         {"type": "thinking", "thinking": "Hmm.", "signature": "kvant:"},
         {"type": "text", "text": "I look."},
@@ -252,8 +284,13 @@ def test_thinking_that_is_not_shown_comes_in_the_signature() -> None:
 
 def test_text_before_and_after_a_call_has_a_line_each() -> None:
     """A chat completion's message has one text; the other interfaces have two."""
-    body = decode(json.dumps({"model": "pocket", "messages": [{"role": "user", "content": "Hi"}]}).encode(), ChatBody)
-    before, after = [Text(0, "Hm", True), Text(0, "Let me"), Text(0, " see.")], [Text(0, "That"), Text(0, " was it.")]
+    body = decode(
+        json.dumps({"model": "pocket", "messages": [{"role": "user", "content": "Hi"}]}).encode(), ChatBody
+    )
+    before, after = (
+        [Text(0, "Hm", True), Text(0, "Let me"), Text(0, " see.")],
+        [Text(0, "That"), Text(0, " was it.")],
+    )
     calls = [Call(0, 0, "weather", CALL), Call(0, 1, "weather", "{}")]
     for said, text in (
         ([*before, *calls, *after], "Let me see.\nThat was it."),

@@ -47,7 +47,9 @@ CALLED = {CHAT: "tool_calls", MESSAGES: "tool_use", RESPONSES: "completed"}
 def reason_of(answer: dict[str, Any]) -> Any:
     if "choices" in answer:
         return answer["choices"][0]["finish_reason"]
-    return answer.get("stop_reason") or (answer["incomplete_details"] or {"reason": answer["status"]})["reason"]
+    return (
+        answer.get("stop_reason") or (answer["incomplete_details"] or {"reason": answer["status"]})["reason"]
+    )
 
 
 def reference_ids(messages: Any, **options: Any) -> list[int]:
@@ -135,9 +137,17 @@ def test_a_call_and_its_result(server: Running, to: Interface) -> None:
     assert {**call_again, "id": "", "call_id": ""} == {**call, "id": "", "call_id": ""}
     if to is MESSAGES:
         result: Any = {"type": "tool_result", "tool_use_id": call["id"], "content": "Snow."}
-        turns = [*asked, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [result]}]
+        turns = [
+            *asked,
+            {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": [result]},
+        ]
     elif to is RESPONSES:
-        turns = [*asked, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "Snow."}]
+        turns = [
+            *asked,
+            call,
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "Snow."},
+        ]
     else:
         message = answer["choices"][0]["message"]
         assert message["content"] is None
@@ -161,7 +171,9 @@ def test_a_forced_call_that_is_cut_is_no_text(server: Running, to: Interface) ->
         tools = [{"name": "weather", "input_schema": SCHEMA}]
     if to is CHAT:
         tools = [{"type": "function", "function": FUNCTION}]
-    named: Any = {"type": "tool", "name": "weather"} if to is MESSAGES else {"type": "function", "name": "weather"}
+    named: Any = (
+        {"type": "tool", "name": "weather"} if to is MESSAGES else {"type": "function", "name": "weather"}
+    )
     named = {"type": "function", "function": {"name": "weather"}} if to is CHAT else named
     for choice in (named, {"type": "any"} if to is MESSAGES else "required"):
         for tokens in range(1, 16, 2):
@@ -277,7 +289,8 @@ def test_tokens_are_counted_as_transformers_counts_them(server: Running) -> None
     for ours, theirs in ((None, None), ([tool], [{"type": "function", "function": FUNCTION}])):
         ids = reference_ids([SYSTEM, {"role": "user", "content": FOX}], tools=theirs)
         assert counted(server, system="You are kind.", tools=ours).json() == {"input_tokens": len(ids)}
-    assert counted(server, messages=[{"role": "user", "content": LONG}]).json()["input_tokens"] > 600  # more than fits
+    # more than fits
+    assert counted(server, messages=[{"role": "user", "content": LONG}]).json()["input_tokens"] > 600
     assert counted(server, max_tokens=8, colour="red").headers["x-kvant-ignored"] == "max_tokens, colour"
     for fields, kind in (({"model": "gpt-4o"}, "not_found_error"), ({"system": 5}, "invalid_request_error")):
         assert counted(server, **fields).json()["error"]["type"] == kind
@@ -351,8 +364,14 @@ def test_other_formats(server: Running, fields: dict[str, Any], pattern: str) ->
 
 
 def test_formats_that_cannot_be_had(server: Running) -> None:
-    for schema, part in [({"type": "robot"}, "robot"), ({"not": {}}, "not"), ({"$ref": "http://x/y"}, "http")]:
-        error = refused(server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    for schema, part in [
+        ({"type": "robot"}, "robot"),
+        ({"not": {}}, "not"),
+        ({"$ref": "http://x/y"}, "http"),
+    ]:
+        error = refused(
+            server, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        )
         assert error.startswith("the json_schema cannot be used: ")
         assert part in error
     assert refused(server, structured_outputs={"regex": "("}).startswith("the regex cannot be used: ")

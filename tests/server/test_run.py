@@ -115,7 +115,9 @@ LONG = COMPLETIONS.body("Once upon a time", 400, ignore_eos=True)
 
 @pytest.fixture
 def before(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What the engine does before each of its steps. It is so slow that a long answer does not end by itself."""
+    """What the engine does before each of its steps. It is so slow that a long answer does not end by
+    itself.
+    """
     real, acts = Scheduler.step, [lambda: time.sleep(0.05)]
 
     def doing(self: Scheduler) -> list[Token]:
@@ -135,7 +137,9 @@ def _fail() -> None:
 
 
 @pytest.mark.parametrize("stalls", [False, True])
-def test_an_engine_that_fails(pocket: Any, before: Any, stalls: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_fails(
+    pocket: Any, before: Any, stalls: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     go = threading.Event()
     limits = Limits(stall_s=1.5 if stalls else 120.0)
     with served(*pocket, sequences=2, max_kv_size=512, limits=limits) as found:
@@ -203,7 +207,9 @@ def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatc
         assert f"\nkvant_drafted_tokens_total {float(drafted)}\n" in metrics
         assert f"\nkvant_accepted_tokens_total {float(accepted)}\n" in metrics
         for other in ("none", "prompt"):
-            assert COMPLETIONS.ask(found, *ASKED, ignore_eos=True, draft=other)["choices"] == expected["choices"]
+            assert (
+                COMPLETIONS.ask(found, *ASKED, ignore_eos=True, draft=other)["choices"] == expected["choices"]
+            )
             assert (_counts(found) == (drafted, accepted)) == (other == "none")
     assert not drafts.drafters
 
@@ -222,7 +228,9 @@ def test_without_a_draft_model(server: Running) -> None:
 def test_a_deterministic_server_refuses_them(server: Running) -> None:
     service = server.service
     settings = replace(service.settings, deterministic=True, max_kv_size=256, sequences=1)
-    with running(Service(settings, service.model, service.tokenizer, make_pool(settings, service.model))) as found:
+    with running(
+        Service(settings, service.model, service.tokenizer, make_pool(settings, service.model))
+    ) as found:
         for to in INTERFACES:
             refused = to.post(found, *ASKED, draft="prompt")
             assert refused.status_code == 400
@@ -237,9 +245,13 @@ LOOK = {"name": "look", "description": "Look.", "parameters": PLACES | {"additio
 
 
 @pytest.mark.parametrize(("bits", "keys"), [(8, ()), (4, ("first", "second"))])
-def test_a_restarted_server_reads_what_it_had(bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path) -> None:
+def test_a_restarted_server_reads_what_it_had(
+    bits: int, keys: tuple[str, ...], pocket: Any, tmp_path: Path
+) -> None:
     """Each client what it sent itself. A tool's call after it is the same as without."""
-    settings = Settings(port=0, sequences=2, max_kv_size=1024, api_keys=keys, cache=CacheOptions(kv_bits=bits))
+    settings = Settings(
+        port=0, sequences=2, max_kv_size=1024, api_keys=keys, cache=CacheOptions(kv_bits=bits)
+    )
     body = CHAT.body(MESSAGES, 200, tools=[{"type": "function", "function": LOOK}], tool_choice="required")
     given = []
     for client, disk_folder in (("first", "cache"), ("first", "cache"), ("second", "cache"), ("first", "")):
@@ -250,7 +262,10 @@ def test_a_restarted_server_reads_what_it_had(bits: int, keys: tuple[str, ...], 
             headers = {"authorization": f"Bearer {client if keys else 'any'}"}
             given.append(server.client.post(CHAT.path, json=body, headers=headers).json())
             if disk_folder:
-                assert "kvant_disk_cache_dropped_total 0.0" in server.client.get("/metrics", headers=headers).text
+                assert (
+                    "kvant_disk_cache_dropped_total 0.0"
+                    in server.client.get("/metrics", headers=headers).text
+                )
     known = counts_of(given[0]["usage"])[0] // 128 * 128
     assert known
     assert [counts_of(each["usage"])[1] for each in given] == [0, known, 0 if keys else known, 0]
@@ -264,7 +279,11 @@ def test_a_folder_for_files_that_is_refused(tmp_path: Path) -> None:
     for options, code, said in (
         (["--disk-cache", str(tmp_path / "open")], 1, "expected one that its owner alone can open"),
         (["--disk-cache-size", "1GB"], 2, "expected it beside --disk-cache"),
-        (["--disk-cache", str(tmp_path / "new"), "--disk-cache-size", "much"], 2, "--disk-cache-size is 'much'"),
+        (
+            ["--disk-cache", str(tmp_path / "new"), "--disk-cache-size", "much"],
+            2,
+            "--disk-cache-size is 'much'",
+        ),
         (["--disk-cache", str(tmp_path / "new"), "--disk-cache-size", "0.5MB"], 2, "expected a size such as"),
     ):
         done = call("serve", "--port", "0", *options)

@@ -49,14 +49,18 @@ REBOUND = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("host", "status"), [*((each, 200) for each in OWN), *((each, 403) for each in REBOUND)])
+@pytest.mark.parametrize(
+    ("host", "status"), [*((each, 200) for each in OWN), *((each, 403) for each in REBOUND)]
+)
 def test_only_own_hosts(server: Running, host: str, status: int) -> None:
     assert _raw(server, f"Host: {host}") == status
 
 
 def test_a_request_with_no_host_or_two(server: Running) -> None:
     assert _raw(server, "Host: localhost", "Host: evil.example") in (400, 403)
-    assert _raw(server, "Host: evil.example", "X-Forwarded-Host: localhost", "Forwarded: host=localhost") == 403
+    assert (
+        _raw(server, "Host: evil.example", "X-Forwarded-Host: localhost", "Forwarded: host=localhost") == 403
+    )
     assert server.exchange(b"GET /health HTTP/1.0\r\n\r\n").split(b" ", 2)[1] == b"403"
 
 
@@ -80,7 +84,10 @@ def test_pages_of_other_origins_are_refused(server: Running, origin: str) -> Non
 
 
 def test_a_page_that_was_allowed(locked: Running) -> None:
-    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-api-key"}
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-api-key",
+    }
     first = locked.client.options("/v1/models", headers={"origin": PAGE, **asked})
     assert (first.status_code, first.headers["access-control-allow-origin"]) == (200, PAGE)
     assert "authorization" in first.headers["access-control-allow-headers"]
@@ -147,7 +154,9 @@ def test_keys_are_compared_in_constant_time(locked: Running, monkeypatch: pytest
 
 
 def test_prefixes_are_shared_by_key(locked: Running, pocket: Any) -> None:
-    """Who has another key cannot learn from an answer's time what was asked. Without keys nobody is told apart."""
+    """Who has another key cannot learn from an answer's time what was asked. Without keys nobody is told
+    apart.
+    """
     salts = {locked.client.get("/salt", headers={"x-api-key": key}).json()["salt"] for key in KEYS}
     assert salts == {hashlib.sha256(key.encode()).hexdigest() for key in KEYS}
     asked = {"model": "pocket", "prompt": "The bear went home. " * 40, "max_tokens": 2}
@@ -164,7 +173,9 @@ def test_prefixes_are_shared_by_key(locked: Running, pocket: Any) -> None:
 def test_an_error_that_nobody_expected_tells_nothing(pocket: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Neither to the client nor to the log: its text may be a prompt."""
     with served(*pocket, routes=[Route("/fail", fail, methods=["POST"])]) as opened:
-        answer = opened.client.post("/fail", content=b"a secret prompt", headers={"x-api-key": "a secret key"})
+        answer = opened.client.post(
+            "/fail", content=b"a secret prompt", headers={"x-api-key": "a secret key"}
+        )
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "server_error"
         assert opened.client.get("/health").status_code == 200
@@ -198,7 +209,9 @@ def test_origins_that_cannot_be_allowed() -> None:
             Settings(allow_origins=(origin,))
 
 
-@pytest.mark.parametrize("path", ["//health", "/./health", "/page/../health", "/page/%2e%2e/health", "/%2fhealth", "*"])
+@pytest.mark.parametrize(
+    "path", ["//health", "/./health", "/page/../health", "/page/%2e%2e/health", "/%2fhealth", "*"]
+)
 def test_no_spelling_of_a_path_passes_the_key(locked: Running, path: str) -> None:
     answer = locked.exchange(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     assert answer.split(b" ", 2)[1] in (b"401", b"404")

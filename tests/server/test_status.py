@@ -1,4 +1,6 @@
-"""What a server says of itself, against what it did: its metrics, and the page, with nothing of any text in it."""
+"""What a server says of itself, against what it did: its metrics, and the page, with nothing of any text
+in it.
+"""
 
 import asyncio
 import json
@@ -81,7 +83,12 @@ def test_health_and_models(server: Running) -> None:
     found = server.client.get("/v1/models").json()
     assert (found["object"], found["has_more"], found["first_id"]) == ("list", False, "pocket")
     (only,) = found["data"]
-    assert (only["id"], only["object"], only["type"], only["max_model_len"]) == ("pocket", "model", "model", 512)
+    assert (only["id"], only["object"], only["type"], only["max_model_len"]) == (
+        "pocket",
+        "model",
+        "model",
+        512,
+    )
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", only["created_at"])
     assert server.client.get("/v1/models/pocket").json() == only
     assert server.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
@@ -91,7 +98,13 @@ def test_health_and_models(server: Running) -> None:
 
 def test_props_say_what_is_in_force(server: Running) -> None:
     service, found = server.service, server.client.get("/props").json()
-    sizes = {"sequences": 4, "tokens_of_a_sequence": 512, "pages": 16, "page_tokens": 128, "bytes": service.pool.nbytes}
+    sizes = {
+        "sequences": 4,
+        "tokens_of_a_sequence": 512,
+        "pages": 16,
+        "page_tokens": 128,
+        "bytes": service.pool.nbytes,
+    }
     sizes["checkpoints"] = 0
     cache = {"format": "8 bits in groups of 32"}
     cache |= {"kv_bits": 8, "kv_group_sizes": [32], "kv_bias_split": True, "kernels": "unfused"}
@@ -129,7 +142,11 @@ def test_what_cannot_be_tokenized(server: Running) -> None:
 
 
 def test_wrong_methods_and_paths(server: Running) -> None:
-    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/health", 405), ("GET", "/nothing", 404)):
+    for method, path, status in (
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("GET", "/nothing", 404),
+    ):
         answer = server.client.request(method, path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -143,7 +160,9 @@ def test_wrong_methods_and_paths(server: Running) -> None:
         assert said in server.client.post(path, json={}).json()["error"]["message"]
 
 
-def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_a_model(
+    pocket: Any, pocket_folder: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "my-model"
     folder.symlink_to(pocket_folder)
     monkeypatch.chdir(tmp_path)
@@ -157,7 +176,9 @@ def test_names_of_a_model(pocket: Any, pocket_folder: Any, tmp_path: Any, monkey
             for name in ("gpt-4", "my-claude-3"):
                 with pytest.raises(ApiError, match=r"expected 'my-model' or .*'claude-"):
                     service.check_model(name)
-            request = HttpRequest({"type": "http", "app": SimpleNamespace(state=SimpleNamespace(service=service))})
+            request = HttpRequest(
+                {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(service=service))}
+            )
             listed = json.loads(bytes(asyncio.run(routes.models(request)).body))
             assert [each["id"] for each in listed["data"]] == ["my-model", "gpt-4o"]
             assert (listed["first_id"], listed["last_id"]) == ("my-model", "gpt-4o")
@@ -202,7 +223,9 @@ def test_nothing_is_absolute() -> None:
         found = set(re.findall(r"\b(?:https?|wss?):/*[\w.]+", text))
         assert found <= {"http://www.w3.org"}, path.name  # the namespace of SVG
         assert not re.search(r"""(?:src|href|fetch|import|from)\s*[=(]?\s*["'`]/""", text), path.name
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text
+        )
     index = (page.FOLDER / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", index)
 
@@ -226,7 +249,9 @@ def check(state: dict[str, Any], pool: Pool, scheduler: Scheduler) -> None:
     for place, (part, told) in enumerate(zip(pool.parts, state["parts"], strict=True)):
         pages = [spread(each["pages"]) for each in told["sequences"]]
         assert pages == [sequence.tables[place].pages for _, _, sequence in held]
-        assert [each["start"] for each in told["sequences"]] == [each.tables[place].start for _, _, each in held]
+        assert [each["start"] for each in told["sequences"]] == [
+            each.tables[place].start for _, _, each in held
+        ]
         kept = spread(told["kept"])
         assert not set(kept) & {page for each in pages for page in each}
         used = {page for each in (*pages, kept) for page in each}

@@ -1,4 +1,6 @@
-"""Random adapters on disk as mlx-lm's trainer writes them, and its model with the adapter beside the weights."""
+"""Random adapters on disk as mlx-lm's trainer writes them, and its model with the adapter beside the
+weights.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 RANK, SCALE = 4, 10.0
-PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+    f"mlp.{name}_proj" for name in ("gate", "up", "down")
+]
 
 
 def adapter_config(keys: list[str] | None = None, num_layers: int = -1, kind: str = "lora") -> dict[str, Any]:
@@ -22,10 +26,14 @@ def adapter_config(keys: list[str] | None = None, num_layers: int = -1, kind: st
 
 
 def save_adapter(folder: Path, config: dict[str, Any], model: nn.Module, size: float = 0.3) -> Path:
-    """Give mlx-lm's ``model`` adapter layers in place, random ones of ``size`` beside the weights, and save them."""
+    """Give mlx-lm's ``model`` adapter layers in place, random ones of ``size`` beside the weights, and
+    save them.
+    """
     dora = config["fine_tune_type"] == "dora"
     model.freeze()
-    linear_to_lora_layers(model, config["num_layers"], config["lora_parameters"] | {"dropout": 0.0}, use_dora=dora)
+    linear_to_lora_layers(
+        model, config["num_layers"], config["lora_parameters"] | {"dropout": 0.0}, use_dora=dora
+    )
     mx.random.seed(3)
     weights = {}
     for name, array in tree_flatten(model.trainable_parameters()):

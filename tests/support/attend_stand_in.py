@@ -41,7 +41,9 @@ def exact(
     backend: str,
     **options: Any,
 ) -> Array:
-    """The same in float64. Of each sequence only its own rows are read: its numbers do not depend on the others."""
+    """The same in float64. Of each sequence only its own rows are read: its numbers do not depend on the
+    others.
+    """
     B, H, S, D = query.shape
     starts = [0] * B if first is None else first.tolist()[:B]
     ends = np.broadcast_to(np.array(offset).reshape(-1)[:B] + S, B).tolist()
@@ -51,7 +53,9 @@ def exact(
         at = np.arange(end - start)
         if pages is not None:
             at = np.array(pages)[b, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
-        arrays = [None if x is None else to_numpy(x if pages is not None else x[0, b]) for x in (cache, scale)]
+        arrays = [
+            None if x is None else to_numpy(x if pages is not None else x[0, b]) for x in (cache, scale)
+        ]
         with np.errstate(invalid="ignore"):  # rows that no query sees may be NaN
             stored, scales = (None if x is None else x[:, :, at] for x in arrays)
             assert stored is not None
@@ -74,7 +78,9 @@ def exact(
 
 
 class FailingKernel:
-    """From call number ``first`` on the call raises ("build"), or what it returns, when it is evaluated ("eval")."""
+    """From call number ``first`` on the call raises ("build"), or what it returns, when it is evaluated
+    ("eval").
+    """
 
     def __init__(self, how: str, first: int) -> None:
         self.how, self.first = how, first
@@ -87,5 +93,6 @@ class FailingKernel:
         output = attend(*arguments, **options)
         if self.calls < self.first:
             return output
-        square = mx.ones((64, 64))  # MLX has no product of two quantized matrices on a CPU, and says so when it is due
+        # MLX has no product of two quantized matrices on a CPU, and says so when it is due
+        square = mx.ones((64, 64))
         return output + mx.qqmm(square, square)[0, 0]

@@ -33,7 +33,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"logits_processors": make_logits_processors({5: -9.0}, 1.3)},
     {"logits_processors": [lambda tokens, logits: logits.at[:, tokens[-3:]].add(-2.0)]},
     {"sampler": _second},
-    {"sampler": make_sampler(1.5, seed=5), "logits_processors": make_logits_processors(None, 1.1), "max_tokens": 1},
+    {
+        "sampler": make_sampler(1.5, seed=5),
+        "logits_processors": make_logits_processors(None, 1.1),
+        "max_tokens": 1,
+    },
     {"top_logprobs": 4},
 ]
 

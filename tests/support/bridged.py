@@ -1,4 +1,6 @@
-"""Bridged models: folders recorded from transformers (scripts/golden_bridged.py), mlx-lm's own, and tiny ones."""
+"""Bridged models: folders recorded from transformers (scripts/golden_bridged.py), mlx-lm's own, and tiny
+ones.
+"""
 
 import json
 import shutil
@@ -24,12 +26,21 @@ from support.tiny_models import build
 BRIDGED = Path(__file__).parents[1] / "data" / "bridged"
 NAMES = sorted(path.name for path in BRIDGED.iterdir() if path.is_dir())
 IDS: list[int] = json.loads((BRIDGED / "ids.json").read_text())["ids"]
-# append only; windows; sinks; a linear layer's state; latent attention; chunks; shared rows; a state beside keys
+# append only; windows; sinks; a linear layer's state; latent attention; chunks; shared rows; a state beside
+# keys
 KINDS = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "deepseek_v32", "llama4", "gemma3n", "falcon_h1"]
 WITH_STATE = ["qwen3_next", "falcon_h1"]
 # Every architecture that computes some attention in its own way.
 OWN_ATTENTION = {
-    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25"),
+    *(
+        "bailing_hybrid",
+        "bailing_moe_v3",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "kimi_k25",
+    ),
     *("kimi_k3", "kimi_linear", "kimi_vl", "longcat_flash", "longcat_flash_ngram", "mistral4", "plamo"),
     *("plamo2", "stablelm"),
 }
@@ -50,11 +61,15 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
 def copy_folder(name: str, place: Path, *, tokenizer: bool = False, **changes: Any) -> Path:
-    """A recorded folder somewhere else, with changes of its config.json (None takes a key out) and a tokenizer."""
+    """A recorded folder somewhere else, with changes of its config.json (None takes a key out) and a
+    tokenizer.
+    """
     folder = place / name
     shutil.copytree(BRIDGED / name, folder)
     config = json.loads((folder / "config.json").read_text()) | changes
-    write_config(folder, {key: value for key, value in config.items() if value is not None or key not in changes})
+    write_config(
+        folder, {key: value for key, value in config.items() if value is not None or key not in changes}
+    )
     if tokenizer:
         write_words(folder, 64)
     return folder
@@ -103,7 +118,9 @@ def alone(
 ) -> PromptCacheLayer:
     """A layer of a prompt cache, of 2 kv heads, with no other beside it."""
     leaf = Attention(2, *widths, DTYPE_NAMES[dtype], window, chunk, value_is_key=False, shared=False)
-    pool = reserve([leaf], sizes_alone(max_kv_size), CacheOptions(**options), dtype=dtype, make_cache=ModelCache)
+    pool = reserve(
+        [leaf], sizes_alone(max_kv_size), CacheOptions(**options), dtype=dtype, make_cache=ModelCache
+    )
     return PromptCacheLayer(ModelCache(pool), SequenceLayers())
 
 

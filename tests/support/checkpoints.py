@@ -29,7 +29,15 @@ def qwen2_config(**changes: Any) -> dict[str, Any]:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     others = {"tie_word_embeddings": True, "hidden_act": "silu", "eos_token_id": 0, "rms_norm_eps": 1e-6}
     rows = {"rope_theta": ROPE_THETA, "use_sliding_window": False, "sliding_window": 16}
-    return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **sizes, **heads, **others, **rows, **changes}
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        **sizes,
+        **heads,
+        **others,
+        **rows,
+        **changes,
+    }
 
 
 def _like(base: Make, architecture: str, model_type: str, heads: int, kv_heads: int, **own: Any) -> Make:
@@ -38,12 +46,21 @@ def _like(base: Make, architecture: str, model_type: str, heads: int, kv_heads: 
     return lambda **changes: base(**named, **counts, **own) | changes
 
 
-# A head_dim that is not hidden / heads, no bias; a Llama with every bias; a Mistral without a bias or a window; a
-# second layer that does not rotate; a first layer that is dense.
+# A head_dim that is not hidden / heads, no bias; a Llama with every bias; a Mistral without a bias or a
+# window; a second layer that does not rotate; a first layer that is dense.
 qwen3_config = _like(qwen2_config, "Qwen3ForCausalLM", "qwen3", 6, 3, head_dim=32, attention_bias=False)
-llama_config = _like(qwen2_config, "LlamaForCausalLM", "llama", 4, 2, head_dim=64, attention_bias=True, mlp_bias=True)
+llama_config = _like(
+    qwen2_config, "LlamaForCausalLM", "llama", 4, 2, head_dim=64, attention_bias=True, mlp_bias=True
+)
 mistral_config = _like(
-    llama_config, "MistralForCausalLM", "mistral", 4, 2, sliding_window=None, attention_bias=False, mlp_bias=False
+    llama_config,
+    "MistralForCausalLM",
+    "mistral",
+    4,
+    2,
+    sliding_window=None,
+    attention_bias=False,
+    mlp_bias=False,
 )
 smollm3_config = _like(qwen2_config, "SmolLM3ForCausalLM", "smollm3", 4, 2, no_rope_layers=[1, 0])
 olmo2_config = _like(qwen2_config, "Olmo2ForCausalLM", "olmo2", 4, 2, tie_word_embeddings=False)
@@ -51,8 +68,8 @@ _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size":
 _SPARSE = {"tie_word_embeddings": False, "mlp_only_layers": [0], "decoder_sparse_step": 1}
 qwen3_moe_config = _like(qwen3_config, "Qwen3MoeForCausalLM", "qwen3_moe", 4, 2, **_EXPERTS, **_SPARSE)
 
-# One of each architecture, every width a multiple of 128 as groups of weights need. The tests of any architecture take
-# these.
+# One of each architecture, every width a multiple of 128 as groups of weights need. The tests of any
+# architecture take these.
 CONFIGS = {
     "qwen2": qwen2_config(),
     "qwen3": qwen3_config(num_attention_heads=4, num_key_value_heads=2),
@@ -69,7 +86,9 @@ def mlx_lm_module(kind: str) -> Any:
 
 
 def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
-    """mlx-lm's model, with weights as it makes them. What its qwen3_moe asks for and does not find is given to it."""
+    """mlx-lm's model, with weights as it makes them. What its qwen3_moe asks for and does not find is
+    given to it.
+    """
     kind = config["model_type"]
     if kind == "qwen3_moe":
         head_dim = config["hidden_size"] // config["num_attention_heads"]
@@ -82,7 +101,9 @@ def mlx_lm_model(config: dict[str, Any]) -> nn.Module:
 
 
 def reference_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
-    """mlx-lm's model with random float32 weights of unit-scale activations, and biases and norms that matter."""
+    """mlx-lm's model with random float32 weights of unit-scale activations, and biases and norms that
+    matter.
+    """
     model = mlx_lm_model(config)
     mx.random.seed(seed)
     weights = []
@@ -105,9 +126,14 @@ def save_checkpoint(
     if shards == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), weights)
         return folder
-    files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(sorted(weights))}
+    files = {
+        name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors"
+        for i, name in enumerate(sorted(weights))
+    }
     for file in set(files.values()):
-        mx.save_safetensors(str(folder / file), {name: weights[name] for name in weights if files[name] == file})
+        mx.save_safetensors(
+            str(folder / file), {name: weights[name] for name in weights if files[name] == file}
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
 
@@ -192,9 +218,11 @@ def stored_by_transformers(weights: dict[str, mx.array], way: str) -> dict[str, 
 
 
 def load_reference(folder: Path) -> nn.Module:
-    """mlx-lm's model of a float checkpoint, in float32, given rotary positions and joined experts as it reads them.
+    """mlx-lm's model of a float checkpoint, in float32, given rotary positions and joined experts as it reads
+    them.
 
-    mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone; a Mistral's window it does not look at.
+    mlx-lm 0.32.2 reads transformers 5's rope_parameters in qwen3 alone; a Mistral's window it does not look
+    at.
     """
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -215,7 +243,9 @@ def load_reference(folder: Path) -> nn.Module:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Each tensor's name and shape in kvant's table, if nothing is quantized; of the head even if it is tied."""
+    """Each tensor's name and shape in kvant's table, if nothing is quantized; of the head even if it is
+    tied.
+    """
     shapes = {}
     for path, _, row in config.parameters():
         shapes[f"{path}.weight"] = config.shape(row)
@@ -235,7 +265,9 @@ def in_steps(model: Decoder, ids: Sequence[int], bounds: Iterable[int], cache: A
 
 
 def check_three_ways(model: Decoder, expected: mx.array, ids: Sequence[int], **options: Any) -> None:
-    """In one pass, in uneven chunks and token by token, through a cache without quantization: (S, vocab) logits."""
+    """In one pass, in uneven chunks and token by token, through a cache without quantization: (S, vocab)
+    logits.
+    """
     assert relative_error(model(mx.array([ids]))[0], expected) < TOLERANCE
     for bounds in ([0, 7, 9, len(ids) - 1, len(ids)], range(len(ids) + 1)):
         cache = model.make_cache(len(ids), kv_bits=0, **options)

@@ -79,14 +79,19 @@ def sampling_of(*arguments: str) -> str:
     """What ``generate`` says that it samples with."""
     done = call("generate", "Hi", "-m", "1", *arguments)
     assert done.returncode == 0, done.stderr
-    return next(line for line in done.stderr.splitlines() if line.startswith("sampling: ")).removeprefix("sampling: ")
+    return next(line for line in done.stderr.splitlines() if line.startswith("sampling: ")).removeprefix(
+        "sampling: "
+    )
 
 
-CHOSEN = ("cache: ", "memory: ", "sampling: ", "pocket · ")  # how lines begin that say what a command works with
+# how lines begin that say what a command works with
+CHOSEN = ("cache: ", "memory: ", "sampling: ", "pocket · ")
 
 
 def refusal(code: int, *arguments: str) -> str:
-    """The line of error of a command that ends with this exit code, and prints nothing else but what it chose."""
+    """The line of error of a command that ends with this exit code, and prints nothing else but what it
+    chose.
+    """
     done = call(*arguments)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     *before, error = done.stderr.splitlines()

@@ -16,7 +16,8 @@ class Reply:
     def __init__(self) -> None:
         self.status = 200
         self.content_type = "text/event-stream; charset=utf-8"
-        self.parts: list[bytes | float | threading.Event] = []  # bytes to send, seconds or an event to wait for
+        # bytes to send, seconds or an event to wait for
+        self.parts: list[bytes | float | threading.Event] = []
         self.location = ""  # where a redirect leads
         self.chunked = False
         self.cut = False  # the last chunk, which ends a chunked body, is left out

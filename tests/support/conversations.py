@@ -20,8 +20,8 @@ QUESTIONS = [
     "Tell me a story about a bear who was brave.",
     "What is your name?",
 ]
-# Of models of support.kinds: the marks' words and those that no text has are never said, so that an answer is what its
-# text encodes to.
+# Of models of support.kinds: the marks' words and those that no text has are never said, so that an answer is
+# what its text encodes to.
 SAY = {"logits_processors": make_logits_processors({0: -1e9, 1: -1e9, 2: -1e9, 3: -1e9, 4: -1e9, 5: -2.0})}
 
 

@@ -13,7 +13,9 @@ def count(normally: T, long: T) -> T:
 
 
 def half(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Every second combination of three or more options, in which any two values meet; in the long run all."""
+    """Every second combination of three or more options, in which any two values meet; in the long run
+    all.
+    """
     every = [tuple(zip(*each, strict=True)) for each in product(*(enumerate(values) for values in options))]
     return [values for places, values in every if count(sum(places) % 2 == 0, True)]
 

@@ -43,8 +43,12 @@ class KnownDrafts(Drafts):
         return KnownText(self.text, self.mistakes, random.Random(self.seed))
 
 
-def draft_by_chance(monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sequence[int] = (0, 1, 3, 7, 7)) -> None:
-    """Have every answer draft one of these numbers of tokens, as far as there is room, whatever steps cost."""
+def draft_by_chance(
+    monkeypatch: pytest.MonkeyPatch, seed: int, sizes: Sequence[int] = (0, 1, 3, 7, 7)
+) -> None:
+    """Have every answer draft one of these numbers of tokens, as far as there is room, whatever steps
+    cost.
+    """
     rng = random.Random(seed)
     monkeypatch.setattr(DraftChoice, "count", lambda self, drafter, most, **_: min(most, rng.choice(sizes)))
     monkeypatch.setattr("kvant.engine.drafts.LOSS", math.inf)

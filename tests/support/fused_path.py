@@ -101,7 +101,9 @@ def unfused_append(
 def quantized_sides(
     key: mx.array, value: mx.array, bits: Sequence[int], group: int, scale_dtype: mx.Dtype, *, fit: bool
 ) -> tuple[mx.array, mx.array]:
-    """Keys and values (B, K, S, D), each quantized alone: (B, 2, K, S, last), or side by side (B, 1, K, S, both)."""
+    """Keys and values (B, K, S, D), each quantized alone: (B, 2, K, S, last), or side by side (B, 1, K, S,
+    both).
+    """
 
     def one(x: mx.array, own: int) -> tuple[mx.array, mx.array]:
         if fit and own == FITTED_BITS:

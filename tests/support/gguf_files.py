@@ -1,7 +1,9 @@
-"""GGUF files of random tiny models, written by the ``gguf`` package: with llama.cpp's names, order of rows and keys.
+"""GGUF files of random tiny models, written by the ``gguf`` package: with llama.cpp's names, order of rows
+and keys.
 
-The names of tensors and keys, the quantizers and the writer are that package's. The order of rows of q and k is
-llama.cpp's, from its convert_hf_to_gguf.py. The package has no quantizers of K types: those here are plain ones.
+The names of tensors and keys, the quantizers and the writer are that package's. The order of rows of q and k
+is llama.cpp's, from its convert_hf_to_gguf.py. The package has no quantizers of K types: those here are plain
+ones.
 """
 
 import json
@@ -35,7 +37,9 @@ K_BLOCK = 256
 
 @dataclass
 class Content:
-    """What a GGUF file is to say: keys with their values, and tensors as float32 with the type to store them in."""
+    """What a GGUF file is to say: keys with their values, and tensors as float32 with the type to store
+    them in.
+    """
 
     architecture: str  # as the file writes it
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +80,8 @@ def export(
 ) -> Content:
     """Return the file of a model of mlx-lm's names, with the tokenizer of a family.
 
-    kind_of: (name in the file, values) -> the type of a matrix; vectors are float32, as llama.cpp writes them.
+    kind_of: (name in the file, values) -> the type of a matrix; vectors are float32, as llama.cpp writes
+        them.
     """
     kind = ARCHITECTURES[config["model_type"]]
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
@@ -95,7 +100,9 @@ def export(
 
 
 def permute(values: Array, heads: int) -> Array:
-    """Return rows of q or k as llama.cpp's converter writes them: the two of a rotated pair beside each other."""
+    """Return rows of q or k as llama.cpp's converter writes them: the two of a rotated pair beside each
+    other.
+    """
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
 
@@ -126,7 +133,9 @@ def _sizes(content: Content, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_metadata(family: str, pre: str | None = None) -> dict[str, Any]:
-    """Return the keys of a family's tokenizer as the converter has them, with another ``pre`` if one is given."""
+    """Return the keys of a family's tokenizer as the converter has them, with another ``pre`` if one is
+    given.
+    """
     tokenizer, settings = made(family)
 
     raw = json.loads(tokenizer.to_str())
@@ -145,7 +154,11 @@ def tokenizer_metadata(family: str, pre: str | None = None) -> dict[str, Any]:
         found |= {Keys.Tokenizer.MODEL: "gpt2", Keys.Tokenizer.PRE: pre, Keys.Tokenizer.MERGES: merges}
     else:
         found |= {Keys.Tokenizer.MODEL: "llama", Keys.Tokenizer.SCORES: _scores(raw["model"], tokens)}
-    ids = {"bos_token": Keys.Tokenizer.BOS_ID, "eos_token": Keys.Tokenizer.EOS_ID, "unk_token": Keys.Tokenizer.UNK_ID}
+    ids = {
+        "bos_token": Keys.Tokenizer.BOS_ID,
+        "eos_token": Keys.Tokenizer.EOS_ID,
+        "unk_token": Keys.Tokenizer.UNK_ID,
+    }
     for name, key in (ids | {"pad_token": Keys.Tokenizer.PAD_ID}).items():
         if settings.get(name) is not None:
             found[key] = vocabulary[settings[name]]
@@ -157,7 +170,9 @@ def _scores(model: Mapping[str, Any], tokens: Sequence[str]) -> list[float]:
     pieces = dict.fromkeys("".join(pair) for pair in model["merges"])
     found = {piece: float(-number) for number, piece in enumerate(pieces, start=1)}
     last = float(-len(found) - 1)
-    return [0.0 if token.startswith("<") and token.endswith(">") else found.get(token, last) for token in tokens]
+    return [
+        0.0 if token.startswith("<") and token.endswith(">") else found.get(token, last) for token in tokens
+    ]
 
 
 def encode(values: Array, kind: str) -> Array:
@@ -198,7 +213,9 @@ def _k_numbers(values: Array, most: int) -> tuple[Array, Array]:
     scales = np.clip(np.rint(_ratio(width, d)), 0, 63).astype(np.uint8)
     offsets = np.clip(np.rint(_ratio(-low, dmin)), 0, 63).astype(np.uint8)
     lifted = groups + (dmin * offsets.astype(np.float32))[..., None]
-    numbers = np.clip(np.rint(_ratio(lifted, (d * scales.astype(np.float32))[..., None])), 0, most).astype(np.uint8)
+    numbers = np.clip(np.rint(_ratio(lifted, (d * scales.astype(np.float32))[..., None])), 0, most).astype(
+        np.uint8
+    )
     first = scales[:, :4] | (scales[:, 4:] >> 4) << 6
     second = offsets[:, :4] | (offsets[:, 4:] >> 4) << 6
     rest = (scales[:, 4:] & 15) | (offsets[:, 4:] & 15) << 4
@@ -206,7 +223,9 @@ def _k_numbers(values: Array, most: int) -> tuple[Array, Array]:
 
 
 def _nibbles(numbers: Array) -> Array:
-    """Pack groups (n, 8, 32) in pairs: the even one in the low halves of 32 bytes, the odd one in the high halves."""
+    """Pack groups (n, 8, 32) in pairs: the even one in the low halves of 32 bytes, the odd one in the high
+    halves.
+    """
     return ((numbers[:, 0::2] & 15) | (numbers[:, 1::2] & 15) << 4).reshape(len(numbers), -1)
 
 
@@ -217,7 +236,8 @@ def encode_q4_k(values: Array) -> Array:
 
 def encode_q5_k(values: Array) -> Array:
     numbers, head = _k_numbers(values, 31)
-    fifth = np.packbits(numbers >> 4, axis=1, bitorder="little").reshape(len(numbers), -1)  # bit g of 32 bytes: group g
+    # bit g of 32 bytes: group g
+    fifth = np.packbits(numbers >> 4, axis=1, bitorder="little").reshape(len(numbers), -1)
     return np.concatenate([head, fifth, _nibbles(numbers)], axis=1)
 
 

@@ -13,7 +13,9 @@ def allowed(mask: bytes) -> list[int]:
     return [token for token, may in enumerate(mask) if may]
 
 
-def draw(grammar: Grammar, rng: random.Random, prefer: Sequence[int] = (), most: int = 2000) -> list[int] | None:
+def draw(
+    grammar: Grammar, rng: random.Random, prefer: Sequence[int] = (), most: int = 2000
+) -> list[int] | None:
     """The tokens of an answer without its end; None: it has not ended after so many.
 
     ``prefer``: taken every third time where they may come.
@@ -28,7 +30,9 @@ def draw(grammar: Grammar, rng: random.Random, prefer: Sequence[int] = (), most:
             assert ends == sorted(grammar.eos_tokens)  # all of them, wherever one may come
             matcher.take(rng.choice(ends))
             return tokens
-        some = preferred if preferred and rng.random() < 0.3 else [token for token in ids if token not in ends]
+        some = (
+            preferred if preferred and rng.random() < 0.3 else [token for token in ids if token not in ends]
+        )
         token = rng.choice(some)
         matcher.take(token)
         tokens.append(token)
@@ -53,7 +57,9 @@ def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
     """A text in tokens of one byte, and the marks in it."""
     single, marks = _letters(tokenizer)
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text)
-    found = [[marks[piece]] if piece in marks else [single[bytes([b])] for b in piece.encode()] for piece in pieces]
+    found = [
+        [marks[piece]] if piece in marks else [single[bytes([b])] for b in piece.encode()] for piece in pieces
+    ]
     return [token for piece in found for token in piece]
 
 

@@ -82,7 +82,9 @@ def file_bytes(header: object, data_bytes: int, claim: int | None = None) -> byt
 
 
 def sparse(folder: Path, shapes: dict[str, tuple[int, ...]], **last: Any) -> None:
-    """A file that has these tensors, says something else of the last, and has next to no bytes on the disk."""
+    """A file that has these tensors, says something else of the last, and has next to no bytes on the
+    disk.
+    """
     header, end = {}, 0
     for name, shape in shapes.items():
         header[name] = tensor(*shape, start=end)

@@ -1,8 +1,8 @@
 """A hub on loopback that speaks enough of the protocol for huggingface_hub, and misbehaves when told to.
 
-What it answers: a model's listing (/api/models/...?blobs=true), and its files (/owner/repository/resolve/...): small
-ones directly, safetensors by a redirect to another host with X-Linked-Etag and X-Linked-Size, in ranges. Errors carry
-X-Error-Code as the hub's do.
+What it answers: a model's listing (/api/models/...?blobs=true), and its files
+(/owner/repository/resolve/...): small ones directly, safetensors by a redirect to another host with
+X-Linked-Etag and X-Linked-Size, in ranges. Errors carry X-Error-Code as the hub's do.
 """
 
 import contextlib
@@ -32,7 +32,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Hub:
-    """What the server holds, what it was asked, and how it misbehaves: for every listing, or by a file's name."""
+    """What the server holds, what it was asked, and how it misbehaves: for every listing, or by a file's
+    name.
+    """
 
     commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)  # repository, commit, name
     branches: dict[str, dict[str, str]] = field(default_factory=dict)  # repository, branch or tag
@@ -40,14 +42,17 @@ class Hub:
     refusal: tuple[int, str] | None = None  # status and X-Error-Code of every listing
     file_refusal: tuple[int, str] | None = None
     sent: dict[str, bytes] = field(default_factory=dict)  # instead of the listed ones
-    hold: dict[str, int] = field(default_factory=dict)  # after so many it sets held, waits for release, hangs up, once
-    entries: dict[str, dict[str, object]] = field(default_factory=dict)  # of the listing; None is sent as null
+    # after so many it sets held, waits for release, hangs up, once
+    hold: dict[str, int] = field(default_factory=dict)
+    # of the listing; None is sent as null
+    entries: dict[str, dict[str, object]] = field(default_factory=dict)
     listing: bytes | None = None
     headers: dict[str, dict[str, str]] = field(default_factory=dict)  # in place of those sent with a file
     moved: set[str] = field(default_factory=set)  # files that a redirect leads to another place of the hub
     endless: set[str] = field(default_factory=set)  # files, "listing" or statuses, whose content does not end
     streamed: int = 0  # bytes of such content that were taken
-    cuts: dict[str, list[int]] = field(default_factory=dict)  # it hangs up after so many, in turns, and knows no ranges
+    # it hangs up after so many, in turns, and knows no ranges
+    cuts: dict[str, list[int]] = field(default_factory=dict)
     held: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     port: int = 0
@@ -65,7 +70,9 @@ class Hub:
 
     def fetched(self, name: str) -> list[Request]:
         place = "cdn" if name.endswith(LARGE) else "resolve"
-        return [r for r in self.requests if r.method == "GET" and r.path.endswith(f"/{name}") and place in r.path]
+        return [
+            r for r in self.requests if r.method == "GET" and r.path.endswith(f"/{name}") and place in r.path
+        ]
 
 
 def git_id(data: bytes) -> str:
@@ -142,7 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit}
         if name.endswith(LARGE):
             headers |= {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
-            # By another name: huggingface_hub follows a redirect to the hub's own when it asks for a file's facts.
+            # By another name: huggingface_hub follows a redirect to the hub's own when it asks for a file's
+            # facts.
             headers["Location"] = f"http://localhost:{self.hub.port}/cdn/{repository}/{commit}/{name}"
             return self._send(302, b"", headers | self.hub.headers.get(name, {}))
         headers |= {"ETag": f'"{git_id(data)}"'} | self.hub.headers.get(name, {})
@@ -152,7 +160,11 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.hub.sent.get(name, self.hub.commits[repository][commit][name])
         if cuts := self.hub.cuts.get(name):
             return self._send(200, data, {}, cuts[len(self.hub.fetched(name)) % len(cuts)])
-        start = int(self.headers["Range"].removeprefix("bytes=").removesuffix("-")) if self.headers["Range"] else 0
+        start = (
+            int(self.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+            if self.headers["Range"]
+            else 0
+        )
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         end = self.hub.hold.pop(name, None)
         self._send(206 if start else 200, data[start:], headers, end, of=name)
@@ -165,7 +177,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: int, code: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self._send(status, b'{"error": "refused"}', {"X-Error-Code": code} | dict(headers))
 
-    def _send(self, status: int, data: bytes, headers: Mapping[str, str], end: int | None = None, of: str = "") -> None:
+    def _send(
+        self, status: int, data: bytes, headers: Mapping[str, str], end: int | None = None, of: str = ""
+    ) -> None:
         """Answer with the first ``end`` bytes; without end if it is the content ``of`` what is endless."""
         endless = not self.hub.endless.isdisjoint({of, str(status)})
         length = {"Connection": "close"} if endless else {"Content-Length": str(len(data))}

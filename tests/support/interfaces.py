@@ -1,4 +1,6 @@
-"""What the tests of the server's interfaces share: how each is asked, a service without an engine, events to feed."""
+"""What the tests of the server's interfaces share: how each is asked, a service without an engine, events
+to feed.
+"""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -85,8 +87,13 @@ SWITCHED = "{% if enable_thinking is defined and not enable_thinking %}<think></
 def service(template: str = "{{ messages }}", *, thinks: bool = False, form: ToolFormat | None = None) -> Any:
     """A service with a template, a vocabulary with or without marks of thinking, and a form of calls."""
     marks = {"think_start": "<think>" if thinks else None, "think_end": "</think>" if thinks else None}
-    ids = {"unk_token_id": None, "convert_tokens_to_ids": lambda tokens: [1 if thinks else None for _ in tokens]}
-    return SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template, **marks, **ids), tool_format=form)
+    ids = {
+        "unk_token_id": None,
+        "convert_tokens_to_ids": lambda tokens: [1 if thinks else None for _ in tokens],
+    }
+    return SimpleNamespace(
+        tokenizer=SimpleNamespace(chat_template=template, **marks, **ids), tool_format=form
+    )
 
 
 def refused(make: Callable[[], object]) -> ApiError:
@@ -107,7 +114,9 @@ def streamed(stream: Encoder, events: Iterable[Event]) -> list[dict[str, Any]]:
 def answers(draw: st.DrawFn) -> list[Event]:
     piece = st.one_of(
         st.builds(Text, st.just(0), st.text(max_size=5), st.booleans()),
-        st.builds(Call, st.just(0), st.just(0), st.just("look"), st.sampled_from(['{"at": [1, "\u2028"]}', "{}"])),
+        st.builds(
+            Call, st.just(0), st.just(0), st.just("look"), st.sampled_from(['{"at": [1, "\u2028"]}', "{}"])
+        ),
     )
     pieces = draw(st.lists(piece, max_size=8))
     reason = draw(st.sampled_from(("stop", "length", "tool_calls")))

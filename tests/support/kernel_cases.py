@@ -1,6 +1,8 @@
-"""Calls of the fused kernel that together cover pairs of options; how they run on the host, and what they must give.
+"""Calls of the fused kernel that together cover pairs of options; how they run on the host, and what they
+must give.
 
-B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, P rotary pairs.
+B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim, G group size, P rotary
+pairs.
 """
 
 import re
@@ -39,8 +41,8 @@ WIDTHS = [(width, width) for width in HEAD_DIMS] + [(192, 128), (64, 128)]
 class KernelCase:
     """One call. It prints as what a failure message needs; its arrays come from its seed.
 
-    splits replaces the module's own number, so that a few hundred tokens are divided as many are. backend: for whose
-    registers the queries are distributed. The text is Metal's in both cases.
+    splits replaces the module's own number, so that a few hundred tokens are divided as many are. backend:
+    for whose registers the queries are distributed. The text is Metal's in both cases.
     """
 
     seed: int = 0
@@ -109,7 +111,9 @@ class KernelCase:
     @property
     def spec(self) -> Spec:
         stored = {8: "int8", 4: "uint8", 0: self.cache_dtype}[min(self.bits)]
-        return Spec(self.dtype, stored, self.scale_dtype, 1, 0, self.quant_bit, self.quant_group, cache_layout=1)
+        return Spec(
+            self.dtype, stored, self.scale_dtype, 1, 0, self.quant_bit, self.quant_group, cache_layout=1
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -123,7 +127,11 @@ class KernelCase:
     def readable(self, b: int) -> range:
         """The rows of sequence b that may be read: without a window all it has."""
         rows = range(len(self.positions(b)))
-        return rows if self.window is None else rows[max(0, self.offsets[b] + 1 - self.window - self.firsts[b]) :]
+        return (
+            rows
+            if self.window is None
+            else rows[max(0, self.offsets[b] + 1 - self.window - self.firsts[b]) :]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,9 @@ def draw(case: KernelCase) -> Drawn:
     spec, (B, K, T) = case.spec._replace(dtype="float32"), (case.batch, case.num_kv_heads, case.num_keys)
     stored, scales = [], []
     for width, bits in zip((case.head_dim, case.values), case.bits, strict=True):
-        x = oracle.cast(rng.standard_normal((B, T, K, width)), "float32" if case.quant_bit else case.cache_dtype)
+        x = oracle.cast(
+            rng.standard_normal((B, T, K, width)), "float32" if case.quant_bit else case.cache_dtype
+        )
         if case.quant_bit:
             x, scale = oracle.quantize(x, spec._replace(quant_bit=bits))
             scales.append(scale)
@@ -160,10 +170,14 @@ def draw(case: KernelCase) -> Drawn:
     if case.pairs is not None:
         pairs = tuple(sorted(rng.permutation(case.head_dim // 2)[: case.pairs].tolist()))
         rotation = rotations(case, 10.0 ** rng.uniform(-3, 0, len(pairs)))
-        biases = [rng.standard_normal(shape).astype(np.float32) for shape in ((K, 2, len(pairs)), (K, case.values))]
+        biases = [
+            rng.standard_normal(shape).astype(np.float32) for shape in ((K, 2, len(pairs)), (K, case.values))
+        ]
         split = BiasSplit(mx.array(biases[0] * 3), pairs, mx.array(rotation), mx.array(biases[1]))
     return Drawn(
-        query=oracle.cast(rng.standard_normal((B, case.num_heads, case.new_tokens, case.head_dim)), case.dtype),
+        query=oracle.cast(
+            rng.standard_normal((B, case.num_heads, case.new_tokens, case.head_dim)), case.dtype
+        ),
         cache=place(case, stored, spec.cache_dtype, pages),
         scale=place(case, scales, spec.scale_dtype, pages) if case.quant_bit else None,
         pages=pages,
@@ -217,7 +231,9 @@ def draw_mask(case: KernelCase, rng: np.random.Generator) -> Array | None:
 
 
 def expected(case: KernelCase, drawn: Drawn) -> Array:
-    """(B, H, S, Dv) in float64. The kernel multiplies by scales in float32 and rounds no key or value to the dtype."""
+    """(B, H, S, Dv) in float64. The kernel multiplies by scales in float32 and rounds no key or value to
+    the dtype.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paged_kernel, "attend", attend_stand_in.exact)
         return attended(case, drawn)
@@ -229,9 +245,11 @@ def kernels_on_host(
     texts: Mapping[str, str] | None = None,
     orders: Sequence[int] = (FORWARD, REVERSE),
 ) -> Iterator[None]:
-    """Launches are host runs of Metal's text, whose loops are not unrolled: that takes a compiler twice the time.
+    """Launches are host runs of Metal's text, whose loops are not unrolled: that takes a compiler twice the
+    time.
 
-    forbidden: for an input of the first pass, where it must not be read. texts: in place of a file's own, by name.
+    forbidden: for an input of the first pass, where it must not be read. texts: in place of a file's own, by
+        name.
     """
 
     def plain(file: str) -> str:
@@ -318,7 +336,9 @@ def check_append(
     fit: bool = False,
     **how: Any,
 ) -> tuple[mx.array, mx.array]:
-    """What the kernel stores is the operator's to the bit. Values beside a NaN or an infinity are anything."""
+    """What the kernel stores is the operator's to the bit. Values beside a NaN or an infinity are
+    anything.
+    """
     bits: dict[str, int] = {"quant_bit": quant_bit, "value_bit": value_bit or quant_bit}
     dtype = getattr(mx, scale_dtype)
     arrays = [mx.zeros(0, quantized_dtype(**bits)), mx.zeros(0, dtype)]
@@ -360,7 +380,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 def instances() -> list[KernelCase]:
-    """Cases that together hold every pair of values of two options, but for groups that don't divide the head."""
+    """Cases that together hold every pair of values of two options, but for groups that don't divide the
+    head.
+    """
     rng = np.random.default_rng(22)
     names = list(OPTIONS)
 
@@ -393,15 +415,24 @@ def fits(values: Mapping[str, Any]) -> bool:
 def case_of(values: Mapping[str, Any], seed: int) -> KernelCase:
     """The instance of a value of each option."""
     own = dict(values)
-    (bits, values_at, group), (head_dim, value_dim), where = own.pop("format"), own.pop("widths"), own.pop("place")
+    (bits, values_at, group), (head_dim, value_dim), where = (
+        own.pop("format"),
+        own.pop("widths"),
+        own.pop("place"),
+    )
     own |= {"quant_bit": bits, "quant_group": group, "head_dim": head_dim, "value_dim": value_dim}
     own |= {"value_bit": values_at}
-    own |= {"layout": "pages" if "pages" in where else "rows", "window": None if where in ("rows", "pages") else 20}
+    own |= {
+        "layout": "pages" if "pages" in where else "rows",
+        "window": None if where in ("rows", "pages") else 20,
+    }
     return KernelCase(seed=seed, **own)
 
 
 def runs(case: KernelCase) -> list[KernelCase]:
-    """Calls of one instance: at offset 0 or 1, and two about the ends of splits, steps and pages; of other sizes."""
+    """Calls of one instance: at offset 0 or 1, and two about the ends of splits, steps and pages; of other
+    sizes.
+    """
     rng = np.random.default_rng(case.seed)
     edges = {SPLIT_ROWS, 2 * SPLIT_ROWS, (case.splits or 1) * SPLIT_ROWS, *STEPS}
     edges |= {PAGE_SIZE + case.window} if case.window else set()

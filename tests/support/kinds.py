@@ -1,4 +1,6 @@
-"""Small models of every kind of cache with a tokenizer of whole words and a chat template, loaded as users do it."""
+"""Small models of every kind of cache with a tokenizer of whole words and a chat template, loaded as users
+do it.
+"""
 
 import json
 from functools import partial
@@ -13,7 +15,8 @@ from support.checkpoints import mistral_config, qwen2_config, write_reference
 Loaded = tuple[LanguageModel, Tokenizer]
 # Each word is a token; w3 begins a question and w4 an answer, and w5 ends both.
 TEMPLATE = (
-    "{% for m in messages %}{{ {'system': 'w2 ', 'user': 'w3 ', 'assistant': 'w4 '}[m['role']] }}{{ m['content'] }}"
+    "{% for m in messages %}{{ {'system': 'w2 ', 'user': 'w3 ', 'assistant': 'w4 '}[m['role']] }}{{ "
+    "m['content'] }}"
     " w5 {% endfor %}{% if add_generation_prompt %}w4 {% endif %}"
 )
 WINDOW = 16

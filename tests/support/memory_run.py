@@ -1,7 +1,8 @@
 """Plans, loads a model folder, fills its context and says what MLX counted, each run in a process of its own.
 
-A line of JSON in is a run, and a line out what it found, or null. This process imports MLX and gives it no work: it may
-fork. With ``sequences`` a run fills a pool: the last steps have all of them at their full length.
+A line of JSON in is a run, and a line out what it found, or null. This process imports MLX and gives it no
+work: it may fork. With ``sequences`` a run fills a pool: the last steps have all of them at their full
+    length.
 """
 
 import json
@@ -58,8 +59,12 @@ def _fill_pool(model: LanguageModel, tokens: int, settings: Settings, count: int
     return pool.nbytes
 
 
-def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any], weights: Weights) -> dict[str, Any]:
-    """The plans from the files and from the loaded model, and what MLX counted: bytes of arrays, weights and cache."""
+def measure(
+    folder: Path, tokens: int, streams: int, options: dict[str, Any], weights: Weights
+) -> dict[str, Any]:
+    """The plans from the files and from the loaded model, and what MLX counted: bytes of arrays, weights
+    and cache.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
         if streams > CORES:
@@ -78,7 +83,9 @@ def measure(folder: Path, tokens: int, streams: int, options: dict[str, Any], we
     mx.reset_peak_memory()
     model = load_model(folder, weights=weights)
     count = settings.sequences
-    cache = _fill_cache(model, tokens, settings) if count is None else _fill_pool(model, tokens, settings, count)
+    cache = (
+        _fill_cache(model, tokens, settings) if count is None else _fill_pool(model, tokens, settings, count)
+    )
     mx.synchronize()
     peak = mx.get_peak_memory()
     known = planned(split_pairs=split_pairs(model)) if isinstance(model, Decoder) else guessed

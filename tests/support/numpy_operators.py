@@ -44,14 +44,18 @@ def numpy_operators(operator: str, inputs: dict[str, Array], attributes: dict[st
             q, k, v = (x[None] for x in (query[own], *(x[every] for x in tokens)))
             causal, alibi = attributes["is_causal"] and b >= decoding, attributes["is_alibi"]
             output[own] = oracle.attend(q, k, v, is_causal=causal, is_alibi=alibi, attn_mask=part)[0]
-    return {"output": to_bits(oracle.cast(output, spec.dtype), spec.dtype).reshape(inputs["query"].shape)} | stored
+    return {
+        "output": to_bits(oracle.cast(output, spec.dtype), spec.dtype).reshape(inputs["query"].shape)
+    } | stored
 
 
 def rows_of(cachestarts: Array, tokens: list[int], attributes: dict[str, Any]) -> list[list[int]]:
     """The row of every token of every sequence."""
     page = attributes["page_size"] if attributes["cache_mode"] else 10**9
     tables = cachestarts.reshape(len(tokens), -1)
-    return [[int(table[t // page]) + t % page for t in range(n)] for table, n in zip(tables, tokens, strict=True)]
+    return [
+        [int(table[t // page]) + t % page for t in range(n)] for table, n in zip(tables, tokens, strict=True)
+    ]
 
 
 def repeated(x: Array, num_repeat: int) -> Array:

@@ -8,7 +8,8 @@ import numpy as np
 from support import oracle
 from support.oracle import Array, Spec
 
-# Attention outputs against float64, relative to values of unit scale: a few roundings of the output's own dtype.
+# Attention outputs against float64, relative to values of unit scale: a few roundings of the output's own
+# dtype.
 OUTPUT_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 # A stored scale against the oracle's, relative: exact in float32, elsewhere one rounding.
 SCALE_TOLERANCE = {"float32": 0.0, "float16": 2**-10, "bfloat16": 2**-7}
@@ -70,12 +71,16 @@ class QuantizedTally:
         self.seen[dtype] += difference.size
         self.off[dtype] += int(difference.sum())
         if QUANTIZED_TOLERANCE[dtype] == 0.0:
-            assert not difference.any(), f"{int(difference.sum())} of {difference.size} values differ in {dtype}"
+            assert not difference.any(), (
+                f"{int(difference.sum())} of {difference.size} values differ in {dtype}"
+            )
 
     def check(self) -> None:
         for dtype, share in QUANTIZED_TOLERANCE.items():
             off, seen = self.off[dtype], self.seen[dtype]
-            assert off <= share * seen, f"{off} of {seen} values from {dtype} differ by one, allowed {share:.1%}"
+            assert off <= share * seen, (
+                f"{off} of {seen} values from {dtype} differ by one, allowed {share:.1%}"
+            )
 
 
 def check_stored(
@@ -85,7 +90,9 @@ def check_stored(
     written: Written,
     tally: QuantizedTally,
 ) -> None:
-    """The whole cache and the whole scale after a call: all but the tokens that it writes holds the bits it held."""
+    """The whole cache and the whole scale after a call: all but the tokens that it writes holds the bits
+    it held.
+    """
     assert (actual[1] is None) == (expected[1] is None)
     kinds = (spec.cache_dtype, spec.scale_dtype)
     for what, array, wanted, dtype in zip(("cache", "scale"), actual, expected, kinds, strict=True):
@@ -101,11 +108,14 @@ def check_stored(
                 else:
                     check_scale(own, theirs, spec.dtype)
                 theirs[...] = own
-        assert same_bits(found, rest), f"{what}: something but the new tokens changed, or they are not the current ones"
+        assert same_bits(found, rest), (
+            f"{what}: something but the new tokens changed, or they are not the current ones"
+        )
 
 
 def check_scale(actual: Array, expected: Array, dtype: str) -> None:
-    least = 6e-8 if SCALE_TOLERANCE[dtype] else 0.0  # 1e-5 is subnormal in float16: one rounding there is 2^-24
+    # 1e-5 is subnormal in float16: one rounding there is 2^-24
+    least = 6e-8 if SCALE_TOLERANCE[dtype] else 0.0
     tolerance = {"rtol": SCALE_TOLERANCE[dtype], "atol": least, "equal_nan": False}
     both = (x.astype(np.float64) for x in (actual, expected))
     np.testing.assert_allclose(*both, **tolerance, err_msg="stored scale")

@@ -1,11 +1,14 @@
-"""NumPy oracle of PMX's cache operators, static and packed, written from the specification alone, slow and plain.
+"""NumPy oracle of PMX's cache operators, static and packed, written from the specification alone, slow and
+plain.
 
-B batch, N new tokens and T cached tokens of all sequences, H query heads, K kv heads, D head_dim, G group size.
+B batch, N new tokens and T cached tokens of all sequences, H query heads, K kv heads, D head_dim, G group
+size.
 
-T1 is the dtype of the inputs, T2 of the cache, T3 of the scale. All three are given as names ("float16"), because NumPy
-has no bfloat16: a bfloat16 array is held here as float32 whose values bfloat16 can represent. Quantizing and
-dequantizing happen in the dtypes the specification names, so that quantized values compare exactly; attention is
-float64 from end to end. Nothing is changed in place: a cache and a scale go in, new ones come out.
+T1 is the dtype of the inputs, T2 of the cache, T3 of the scale. All three are given as names ("float16"),
+because NumPy has no bfloat16: a bfloat16 array is held here as float32 whose values bfloat16 can represent.
+Quantizing and dequantizing happen in the dtypes the specification names, so that quantized values compare
+exactly; attention is float64 from end to end. Nothing is changed in place: a cache and a scale go in, new
+ones come out.
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,9 @@ class Spec(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences of a call: earlier and new tokens of each, and in a packed cache the row of every token."""
+    """The sequences of a call: earlier and new tokens of each, and in a packed cache the row of every
+    token.
+    """
 
     earlier: list[int]
     new: list[int]
@@ -52,8 +57,8 @@ def cast(x: Array, dtype: str) -> Array:
     """x rounded to the nearest value of a dtype, ties to even."""
     if dtype != "bfloat16":
         return x.astype(dtype)
-    # bfloat16 is the upper half of a float32. Adding just under half of the lower half, and one more if the upper
-    # half is odd, rounds to nearest even. A NaN would carry over into infinity, so it is put back.
+    # bfloat16 is the upper half of a float32. Adding just under half of the lower half, and one more if the
+    # upper half is odd, rounds to nearest even. A NaN would carry over into infinity, so it is put back.
     narrow = x.astype(np.float32)
     word = narrow.view(np.uint32)
     rounded = (word + np.uint32(0x7FFF) + ((word >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -78,7 +83,9 @@ def quantized_and_scale(x: Array, dtype: str, quant_bit: int, quant_group: int) 
 
 
 def pack_nibbles(quantized: Array) -> Array:
-    """Values (..., D) -> bytes (..., D/2): element 2i in the low nibble, 2i+1 in the high one, two's complement."""
+    """Values (..., D) -> bytes (..., D/2): element 2i in the low nibble, 2i+1 in the high one, two's
+    complement.
+    """
     nibbles = quantized.astype(np.int8).view(np.uint8) & 0x0F
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
 
@@ -92,7 +99,8 @@ def unpack_nibbles(packed: Array) -> Array:
 
 
 def fitted(x: Array, group: int) -> tuple[Array, Array]:
-    """4 bits as the engine's caches store them: signed values (..., D) and scales (..., D/G), as float32 has them.
+    """4 bits as the engine's caches store them: signed values (..., D) and scales (..., D/G), as float32 has
+    them.
 
     The largest magnitude is -8 times a first scale. The scale is the least squares one for the values.
     """
@@ -101,7 +109,9 @@ def fitted(x: Array, group: int) -> tuple[Array, Array]:
     first = np.where(high > -low, high, low) * np.float32(-0.125) + np.float32(1e-30)
     quotient = groups / first
     levels = np.minimum(np.rint(quotient), 7).astype(np.int64)
-    products, squares = ((levels * y.astype(np.float64)).sum(axis=-1, keepdims=True) for y in (quotient, levels))
+    products, squares = (
+        (levels * y.astype(np.float64)).sum(axis=-1, keepdims=True) for y in (quotient, levels)
+    )
     scale = first * products / np.maximum(squares, 1)
     return levels.reshape(x.shape).astype(np.int8), scale[..., 0].astype(np.float32)
 
@@ -143,20 +153,30 @@ def floats(stored: Array, scale: Array | None, quant_bit: int, quant_group: int)
 
 
 def beside(key: Array, value: Array) -> Array:
-    """Stored keys and values (..., last), or their scales, side by side in one array (..., both); bytes are bytes."""
+    """Stored keys and values (..., last), or their scales, side by side in one array (..., both); bytes
+    are bytes.
+    """
     parts = [x.view(np.uint8) if x.dtype == np.int8 and value.dtype != key.dtype else x for x in (key, value)]
     return np.concatenate(parts, axis=-1)
 
 
 def sides(stored: Array, scale: Array | None, key_dim: int, bits: Sequence[int], group: int) -> list[Array]:
-    """Keys and values (K, T, D) in float64 of a cache (2, K, T, D'), or (1, K, T, both) where they lie side by side."""
+    """Keys and values (K, T, D) in float64 of a cache (2, K, T, D'), or (1, K, T, both) where they lie
+    side by side.
+    """
     if len(stored) == 2:
         return [*floats(stored, scale, bits[0], group)]
     if scale is None:
         return np.split(floats(stored[0], None, 0, 0), [key_dim], axis=-1)
-    parts = np.split(stored[0], [key_dim * bits[0] // 8], axis=-1), np.split(scale[0], [key_dim // group], axis=-1)
+    parts = (
+        np.split(stored[0], [key_dim * bits[0] // 8], axis=-1),
+        np.split(scale[0], [key_dim // group], axis=-1),
+    )
     dtypes = {8: np.int8, 4: np.uint8}
-    return [floats(x.view(dtypes[own]), own_scale, own, group) for x, own_scale, own in zip(*parts, bits, strict=True)]
+    return [
+        floats(x.view(dtypes[own]), own_scale, own, group)
+        for x, own_scale, own in zip(*parts, bits, strict=True)
+    ]
 
 
 def token(x: Array, kind: int, b: int, t: int, sequences: Sequences, spec: Spec) -> Array:
@@ -262,8 +282,8 @@ def attend(
 ) -> Array:
     """Attention in float64. Query (B, S, H, D), key and value (B, T, K, D) -> (B, S, H, D).
 
-    The queries are the last S of the T tokens. A query sees the last ``window`` tokens, its own included. A sink (H,)
-    takes part in the softmax.
+    The queries are the last S of the T tokens. A query sees the last ``window`` tokens, its own included. A
+    sink (H,) takes part in the softmax.
     """
     batch, num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[1:3]

@@ -1,4 +1,5 @@
-"""One fixed run of tokens through a model: a prefill in chunks, steps of one token and what follows, or two in a pool.
+"""One fixed run of tokens through a model: a prefill in chunks, steps of one token and what follows, or two
+in a pool.
 
 The model may be a rank's part of one. Every step is evaluated before the next.
 """
@@ -11,7 +12,8 @@ import mlx.core as mx
 
 from kvant.models import LanguageModel
 
-# Of the second logits are read: one process normalizes all its rows, a pipeline one, and more than 8 round otherwise.
+# Of the second logits are read: one process normalizes all its rows, a pipeline one, and more than 8 round
+# otherwise.
 CHUNKS = (13, 8, 1, 1)
 
 
@@ -20,7 +22,9 @@ def run_ids(vocabulary: int) -> list[int]:
 
 
 def cached_run(model: LanguageModel, bits: int | None, tuned: Path | None = None) -> mx.array:
-    """Logits (N, vocab): of each chunk's last token but the first's; of one that goes back, is forked, is emptied."""
+    """Logits (N, vocab): of each chunk's last token but the first's; of one that goes back, is forked, is
+    emptied.
+    """
     cache = model.make_cache(64, kv_bits=bits, kv_format=tuned)
     ids, steps = mx.array([run_ids(model.config.vocab_size)]), []
 
@@ -40,7 +44,8 @@ def cached_run(model: LanguageModel, bits: int | None, tuned: Path | None = None
         cache.trim_to(sum(CHUNKS) - 4)
     cache = cache.fork()
     keep(model(mx.array([[5, 9]]), cache=cache), commits=False)
-    keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache), accepted=2 if cache.takes_back else None)  # of a draft
+    # of a draft
+    keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache), accepted=2 if cache.takes_back else None)
     keep(_last(model.next_logits(mx.array([[3]]), cache)))
     cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
     cache.reset()

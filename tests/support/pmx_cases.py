@@ -1,6 +1,8 @@
-"""Seeded calls over the parameter space of PMX's operators, static and packed, and how each is held to the oracle.
+"""Seeded calls over the parameter space of PMX's operators, static and packed, and how each is held to the
+oracle.
 
-B batch, N new tokens and T tokens of all sequences, H query heads, K kv heads, D head_dim, MaxT rows of a packed cache.
+B batch, N new tokens and T tokens of all sequences, H query heads, K kv heads, D head_dim, MaxT rows of a
+packed cache.
 """
 
 from collections.abc import Callable
@@ -29,8 +31,21 @@ from support.operator_cases import (
 )
 from support.oracle import KEY, VALUE, Array, Sequences, Spec
 
-START_FORMS = ("int", "int32:0", "int32:1", "int64:0", "uint32:1", "int8:1", "uint16:0", "int32:2")  # dtype:rank
-FORMS = ("list", "tuple", "numpy ints", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+# dtype:rank
+START_FORMS = ("int", "int32:0", "int32:1", "int64:0", "uint32:1", "int8:1", "uint16:0", "int32:2")
+FORMS = (
+    "list",
+    "tuple",
+    "numpy ints",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+)
 MASKS = ("none", "empty", "float", "bool")
 PAGE_SIZES = (1, 2, 3, 4, 8, 128)
 PADDING_ENTRIES = (-1, 0, 10**4, 2**62)  # of a page table behind the last token: never looked at
@@ -119,11 +134,15 @@ def in_form(values: list[Any], form: str) -> Any:
 
 
 def draw_case(seed: int) -> Case:
-    """The seed's lower bits are the operator, static or packed, the layout and the mode; the rest is drawn."""
+    """The seed's lower bits are the operator, static or packed, the layout and the mode; the rest is
+    drawn.
+    """
     rng = np.random.default_rng((seed, 30))
     attends, packed, layout, paged = seed % 2 == 1, seed // 2 % 2 == 1, seed // 4 % 4, seed // 16 % 2 == 1
     spec, head_dim = draw_spec(rng, layout if packed else layout % 2)
-    data = str(rng.choice(["unit", "unit", "zeros"] if attends else ["unit", "ties", "tiny", "zeros", "large"]))
+    data = str(
+        rng.choice(["unit", "unit", "zeros"] if attends else ["unit", "ties", "tiny", "zeros", "large"])
+    )
     if not attends and spec.quant_bit == 0 and rng.integers(6) == 0:
         spec, data = spec._replace(dtype="int8", cache_dtype="int8"), "int8"
     tables = None
@@ -140,7 +159,10 @@ def draw_case(seed: int) -> Case:
         sequences, max_rows = Sequences(earlier, new, rows), (1, end + int(rng.choice([0, 0, 1, 5])))
     else:
         batch, page_size = int(rng.integers(1, 4)), None
-        new, earlier = [int(rng.choice([1, 1, 1, 2, 3, 5, 8]))] * batch, [int(rng.choice([0, 0, 1, 2, 5, 9]))] * batch
+        new, earlier = (
+            [int(rng.choice([1, 1, 1, 2, 3, 5, 8]))] * batch,
+            [int(rng.choice([0, 0, 1, 2, 5, 9]))] * batch,
+        )
         spare = int(rng.integers(3)), int(rng.choice([0, 1, 6]))
         sequences, max_rows = Sequences(earlier, new), (batch + spare[0], earlier[0] + new[0] + spare[1])
     mask = str(rng.choice(["none", "none", "empty", "float", "float", "bool"]))
@@ -171,9 +193,13 @@ def draw_case(seed: int) -> Case:
 
 def plain_case(quant_bit: int, past: int, new_tokens: int, batch: int = 1, **changes: Any) -> Case:
     """A static call of attention in float32, causal, with a cache that has three rows more."""
-    spec = Spec(cache_dtype={8: "int8", 4: "uint8", 0: "float32"}[quant_bit], quant_bit=quant_bit, cache_layout=1)
+    spec = Spec(
+        cache_dtype={8: "int8", 4: "uint8", 0: "float32"}[quant_bit], quant_bit=quant_bit, cache_layout=1
+    )
     sequences, max_rows = Sequences([past] * batch, [new_tokens] * batch), (batch, past + new_tokens + 3)
-    case = Case(1, True, sequences, max_rows, num_kv_heads=2, head_dim=16, data="unit", spec=spec, forms=("int",))
+    case = Case(
+        1, True, sequences, max_rows, num_kv_heads=2, head_dim=16, data="unit", spec=spec, forms=("int",)
+    )
     return replace(case, **({"ratio": 2, "is_causal": True} | changes))
 
 
@@ -184,7 +210,9 @@ def draw_spec(rng: np.random.Generator, layout: int) -> tuple[Spec, int]:
     dtype, stored, scales = (str(rng.choice(kinds)) for kinds in (FLOATS, FLOATS, ("float32", "float16")))
     stored = {8: "int8", 4: "uint8"}.get(quant_bit, stored)
     group = int(rng.choice([g for g in range(1, head_dim + 1) if head_dim % g == 0]))
-    return Spec(dtype, stored, scales, num_layer, int(rng.integers(num_layer)), quant_bit, group, layout), head_dim
+    return Spec(
+        dtype, stored, scales, num_layer, int(rng.integers(num_layer)), quant_bit, group, layout
+    ), head_dim
 
 
 def draw_tables(
@@ -199,11 +227,14 @@ def draw_tables(
     tables = [[-1] * (-(-count // page) if page_size else 1) for count in tokens]
     shared = [0] * len(tokens)  # pages at the beginning that are those of sequence 0
     for b in range(1, len(tokens)):
-        limit = min(earlier[0], earlier[b]) // page if page_size else int(new[b] == 0 < earlier[b] <= earlier[0])
+        limit = (
+            min(earlier[0], earlier[b]) // page if page_size else int(new[b] == 0 < earlier[b] <= earlier[0])
+        )
         shared[b] = int(rng.integers(limit + 1))
     own = [(b, i) for b in range(len(tables)) for i in range(shared[b], len(tables[b]))]
     row = int(rng.integers(4))
-    for k in range(len(own)) if rng.integers(3) == 0 else rng.permutation(len(own)):  # side by side they are one run
+    # side by side they are one run
+    for k in range(len(own)) if rng.integers(3) == 0 else rng.permutation(len(own)):
         b, i = own[k]
         tables[b][i] = row if tokens[b] else int(rng.choice(PADDING_ENTRIES))
         row += min(page, tokens[b] - i * page) + int(rng.choice([0, 0, 0, 1]))
@@ -298,7 +329,9 @@ class Call:
         name = "multi_head_cache_attention" if case.attends else "key_value_cache"
         operator = getattr(dynamic_batching if case.packed else operators, name)
         given = arrays | case.options() | self.more
-        alone = {name: x for name, x in given.items() if isinstance(x, mx.array) and name not in ("cache", "scale")}
+        alone = {
+            name: x for name, x in given.items() if isinstance(x, mx.array) and name not in ("cache", "scale")
+        }
         before = {name: to_numpy(x).copy() for name, x in alone.items()}
         result = operator(**given)
         mx.eval(result)
@@ -311,7 +344,9 @@ class Call:
         expected = oracle.store(self.key, self.value, case.sequences, self.cache, self.scale, case.spec)
 
         def written(x: Array) -> list[Array]:
-            places = [(kind, *place) for place in case.sequences.places(only_new=True) for kind in (KEY, VALUE)]
+            places = [
+                (kind, *place) for place in case.sequences.places(only_new=True) for kind in (KEY, VALUE)
+            ]
             return [oracle.token(x, *place, case.sequences, case.spec) for place in places]
 
         check_stored((self.mx_cache, self.mx_scale), expected, case.spec, written, tally)
@@ -327,7 +362,9 @@ class Call:
         for b, new_tokens in enumerate(case.sequences.new):
             new, every, mask = slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1]), self.mask
             if mask is not None and mask.size:
-                mask = mask[..., new, every] if case.packed else mask[b % len(mask)] if mask.ndim == 4 else mask
+                mask = (
+                    mask[..., new, every] if case.packed else mask[b % len(mask)] if mask.ndim == 4 else mask
+                )
             if new_tokens:
                 causal = case.is_causal and b >= case.decoding_batches
                 one = (x[None] for x in (self.query[new], key[every], value[every]))
@@ -336,7 +373,9 @@ class Call:
 
     def check_result(self, result: Any) -> None:
         """Against what follows from what is stored now, whatever value rounded the other way."""
-        expected = self.expected(to_numpy(self.mx_cache), None if self.mx_scale is None else to_numpy(self.mx_scale))
+        expected = self.expected(
+            to_numpy(self.mx_cache), None if self.mx_scale is None else to_numpy(self.mx_scale)
+        )
         if self.case.attends:
             check_output(result, expected[0], self.case.spec.dtype)
             return
@@ -370,7 +409,9 @@ CACHE, ATTENTION = BOTH = ("key_value_cache", "multi_head_cache_attention")
 def good_call(
     operator: str, packed: bool, quant_bit: int, layout: int, mode: int = 0
 ) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """Every argument by name, and the operator. The cache is full of values that no call writes: a change shows."""
+    """Every argument by name, and the operator. The cache is full of values that no call writes: a change
+    shows.
+    """
     tokens = (N,) if packed else (B, S)
     outer = (
         (MAX_ROWS, L, 2, K), (L, MAX_ROWS, 2, K), (L, 2, MAX_ROWS, K), (L, 2, K, MAX_ROWS)
@@ -382,12 +423,20 @@ def good_call(
         "cache": mx.full((*outer, fill[0]), fill[1], fill[2]),
         "scale": mx.full((*outer, D // G), mx.nan) if quant_bit else None,
     }
-    given |= {"num_layer": L, "layer_idx": 1, "quant_bit": quant_bit, "quant_group": G, "cache_layout": layout}
+    given |= {
+        "num_layer": L,
+        "layer_idx": 1,
+        "quant_bit": quant_bit,
+        "quant_group": G,
+        "cache_layout": layout,
+    }
     given |= {"start_pos": START_POS if packed else START}
     if packed:
         given |= {"seqstarts": SEQSTARTS, "kvstarts": KVSTARTS, "cachestarts": CACHESTARTS[mode]}
         given |= {"max_seqlen": 4, "max_kvlen": 10, "cache_mode": mode, "page_size": PAGE}
     if operator == ATTENTION:
         given |= {"query": normal(1, *tokens, H, D), "attn_mask": None, "is_causal": True}
-        given |= {"num_heads": H, "num_kv_heads": K, "head_dim": D} | ({"decoding_batches": 1} if packed else {})
+        given |= {"num_heads": H, "num_kv_heads": K, "head_dim": D} | (
+            {"decoding_batches": 1} if packed else {}
+        )
     return given, getattr(dynamic_batching if packed else operators, operator)

@@ -1,4 +1,5 @@
-"""What a sequence of a pool must hold and give: every token's bytes in NumPy, attention to all tokens in float64.
+"""What a sequence of a pool must hold and give: every token's bytes in NumPy, attention to all tokens in
+float64.
 
 A token's key and value are those of a number, which its text gives: the salt, and all ids up to its own.
 """
@@ -21,7 +22,9 @@ PAGE, NUMBERS = 128, 1999
 
 def numbers_of(ids: Sequence[int], salt: bytes = b"") -> Array:
     """The number of each token of a text."""
-    texts = accumulate(ids, lambda text, token: (text * 6364136223846793005 + token + 1) % 2**64, initial=crc32(salt))
+    texts = accumulate(
+        ids, lambda text, token: (text * 6364136223846793005 + token + 1) % 2**64, initial=crc32(salt)
+    )
     return np.array([text % NUMBERS for text in list(texts)[1:]], int)
 
 
@@ -53,7 +56,9 @@ class OracleLayer:
                 spec = oracle.Spec(scale_dtype="float16", quant_bit=each, quant_group=own.kv_group_size)
                 found.append(oracle.quantize(tokens, spec, fit=each == 4))
             pairs = zip(*found, strict=True)
-            self.stored = [np.stack(pair) if len({*bits}) == 1 else oracle.beside(*pair)[None] for pair in pairs]
+            self.stored = [
+                np.stack(pair) if len({*bits}) == 1 else oracle.beside(*pair)[None] for pair in pairs
+            ]
             self.floats = np.stack(oracle.sides(*self.stored, own.head_dim, bits, own.kv_group_size))
         if self.balance is not None:
             self.floats[0] *= self.balance
@@ -66,7 +71,9 @@ class OracleLayer:
         return key, value
 
     def attend(self, query: Array, places: Array, numbers: Array, mask: Array | None = None) -> Array:
-        """Attention (H, Q, D) of queries at some places to all tokens; ``mask`` (Q, T) is added to the scores."""
+        """Attention (H, Q, D) of queries at some places to all tokens; ``mask`` (Q, T) is added to the
+        scores.
+        """
         keys, values = self.floats[:, :, numbers].swapaxes(1, 2)  # (T, K, D)
         at = np.arange(len(keys))
         if (split := self.split) is not None:
@@ -80,7 +87,9 @@ class OracleLayer:
         return oracle.attend(*rows, is_causal=False, attn_mask=added, sinks=self.sinks)[0].swapaxes(0, 1)
 
 
-def check_rows(pool: Pool, layers: Sequence[OracleLayer], texts: Sequence[tuple[PoolSequence, Array]]) -> None:
+def check_rows(
+    pool: Pool, layers: Sequence[OracleLayer], texts: Sequence[tuple[PoolSequence, Array]]
+) -> None:
     """The bytes of each sequence's tokens, found through its page tables, are those of their numbers."""
     parts = {id(layer): number for number, part in enumerate(pool.parts) for layer in part.layers}
     for layer, own in zip(pool.layers, layers, strict=True):

@@ -18,7 +18,9 @@ from support.prefill import prefill as prefill_cache
 TEXT = [(7 * i * i + 3 * i) % 290 for i in range(1000)]
 
 
-def prefill(model: Decoder, pool: Pool, sequence: PoolSequence, ids: Sequence[int], step: int = 128) -> mx.array:
+def prefill(
+    model: Decoder, pool: Pool, sequence: PoolSequence, ids: Sequence[int], step: int = 128
+) -> mx.array:
     """Feed a text. Returns the logits (1, vocab) of its last token."""
     return prefill_cache(model, ids, pool.batch([sequence]), step)
 
@@ -45,7 +47,9 @@ def next_logits(model: Decoder, ids: Sequence[int]) -> mx.array:
 def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes: Any) -> Decoder:
     """A random Qwen2 with the window of each layer, and biases of which some rotary pairs are split off."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    model = load_decoder(write_reference(folder, qwen2_config(num_hidden_layers=len(windows), **sizes | changes))[0])
+    model = load_decoder(
+        write_reference(folder, qwen2_config(num_hidden_layers=len(windows), **sizes | changes))[0]
+    )
     layers = []
     for layer, window in zip(model.layers, windows, strict=True):
         bias = split_pairs(model.config, layer.self_attn.qkv_bias.whole, (0, 3, 5))
@@ -56,7 +60,9 @@ def tiny_model(folder: Path, windows: Sequence[int | None] = (None,), **changes:
 
 
 def check_pages(pool: Pool, sequences: Sequence[PoolSequence]) -> None:
-    """Every page is held as often as it has holders, what nobody holds is free, and promises are those made."""
+    """Every page is held as often as it has holders, what nobody holds is free, and promises are those
+    made.
+    """
     assert pool.num_sequences == len(sequences) <= pool.max_sequences
     for number, part in enumerate(pool.parts):
         tables = [sequence.tables[number] for sequence in sequences]

@@ -13,7 +13,9 @@ def _seconds() -> float:
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """What is inside takes no more of processors, with the processes that end meanwhile from their start on."""
+    """What is inside takes no more of processors, with the processes that end meanwhile from their start
+    on.
+    """
     before = _seconds()
     yield
     assert _seconds() - before < seconds

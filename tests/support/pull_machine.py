@@ -82,7 +82,11 @@ class Machine:
         self.shells: dict[str, Process] = {}
         self.empty()
         self.environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(kvant.__file__).parents[1])}
-        self.environment |= {"HOME": str(home), "HF_HOME": str(home / "link"), "XDG_CACHE_HOME": str(home / "cache")}
+        self.environment |= {
+            "HOME": str(home),
+            "HF_HOME": str(home / "link"),
+            "XDG_CACHE_HOME": str(home / "cache"),
+        }
         self.environment |= {"HF_ENDPOINT": hub.endpoint, "KVANT_BLAS": "mlx"}
 
     def empty(self) -> None:
@@ -95,10 +99,14 @@ class Machine:
     def start(self, *arguments: str, code: str = f"{LOOPBACK_ONLY}main()", **environment: str) -> Process:
         command, pipe = [sys.executable, "-W", "error", "-c", code, *arguments], subprocess.PIPE
         environ = self.environment | environment
-        return subprocess.Popen(command, env=environ, cwd=self.home, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(
+            command, env=environ, cwd=self.home, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
 
     def run(self, *arguments: str, patches: Mapping[str, str] | None = None, **environment: str) -> Done:
-        """A command, in the process of its environment; ``patches``: expressions in place of names for this one."""
+        """A command, in the process of its environment; ``patches``: expressions in place of names for
+        this one.
+        """
         key = json.dumps(environment)
         if key not in self.shells:
             self.shells[key] = self.start(code=SHELL, **environment)
@@ -148,7 +156,14 @@ def files(pocket_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     mx.save_safetensors(str(made), {name: array.astype(mx.float32) for name, array in arrays.items()})
     names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
     found = {name: (pocket_folder / name).read_bytes() for name in names} | {WEIGHTS: made.read_bytes()}
-    never = ("pytorch_model.bin", "modeling.py", "consolidated.safetensors", "onnx/model.json", "README.md", "x.pkl")
+    never = (
+        "pytorch_model.bin",
+        "modeling.py",
+        "consolidated.safetensors",
+        "onnx/model.json",
+        "README.md",
+        "x.pkl",
+    )
     return found | dict.fromkeys(never, b"not to be pulled")
 
 

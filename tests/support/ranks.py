@@ -15,7 +15,9 @@ SRC = Path(__file__).parents[2] / "src"
 
 
 def rank_environments(count: int, folder: Path) -> list[dict[str, str]]:
-    """The environment that MLX's launcher gives each rank of a ring. Rank 0's guard listens one port below."""
+    """The environment that MLX's launcher gives each rank of a ring. Rank 0's guard listens one port
+    below.
+    """
     guard = free_ports(count + 1)
     hosts = folder / f"hosts-{guard}.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{guard + 1 + rank}"] for rank in range(count)]))
@@ -24,13 +26,21 @@ def rank_environments(count: int, folder: Path) -> list[dict[str, str]]:
 
 def start_ranks(commands: Sequence[Sequence[str]], folder: Path) -> list[subprocess.Popen[str]]:
     """Start ranks that have a command each; standard input is empty, output is read through pipes."""
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environments = [os.environ | {"PYTHONPATH": str(SRC)} | own for own in rank_environments(len(commands), folder)]
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    environments = [
+        os.environ | {"PYTHONPATH": str(SRC)} | own for own in rank_environments(len(commands), folder)
+    ]
     both = zip(commands, environments, strict=True)
     return [subprocess.Popen(list(command), env=environ, text=True, **pipes) for command, environ in both]
 
 
-def run_ranks(commands: Sequence[Sequence[str]], *, timeout: float = 120) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(
+    commands: Sequence[Sequence[str]], *, timeout: float = 120
+) -> list[subprocess.CompletedProcess[str]]:
     """Run ranks that have a command each, to their end: what each returned and wrote."""
     with tempfile.TemporaryDirectory() as folder:
         started = start_ranks(commands, Path(folder))

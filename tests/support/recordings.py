@@ -13,11 +13,19 @@ from kvant.tools.bench.recording import Engine, Header, Recording, Run
 from kvant.tools.bench.worker import _load
 
 MACHINE = Environment(
-    device="a processor", cores=2, system="Linux", blas="OpenBLAS", versions={"kvant": "0.1.0", "mlx": "0.32.4"}
+    device="a processor",
+    cores=2,
+    system="Linux",
+    blas="OpenBLAS",
+    versions={"kvant": "0.1.0", "mlx": "0.32.4"},
 )
 ENGINE: dict[str, Any] = {"name": "kvant", "kv_bits": 8, "kv_group_size": 32, "dtype": "float32"}
 ENGINE |= {"weight_bytes": 12_000_000, "weight_bytes_read": 10_000_000}
-RUN: dict[str, Any] = {"peak_memory_bytes": 30_000_000, "cache_bytes": 4_000_000, "cache_bytes_per_token": 2000.0}
+RUN: dict[str, Any] = {
+    "peak_memory_bytes": 30_000_000,
+    "cache_bytes": 4_000_000,
+    "cache_bytes_per_token": 2000.0,
+}
 
 Latency = Callable[[str, int, int, int], float]  # of engine, run, context, position
 
@@ -69,7 +77,9 @@ def streams() -> Recording:
 
 
 class InThisProcess(nullcontext[Any]):
-    """In place of a Worker: its engine is here, which spares the start of a process and the import of mlx-lm."""
+    """In place of a Worker: its engine is here, which spares the start of a process and the import of
+    mlx-lm.
+    """
 
     def __init__(self, label: str, environment: Mapping[str, str]) -> None:
         super().__init__(self)

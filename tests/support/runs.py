@@ -14,7 +14,9 @@ from kvant.models import LanguageModel
 
 
 class Run:
-    """One request behind what a cache holds. Iterating it gives tokens, each with its log-probabilities (vocab,)."""
+    """One request behind what a cache holds. Iterating it gives tokens, each with its log-probabilities
+    (vocab,).
+    """
 
     def __init__(
         self,

@@ -6,10 +6,23 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-TEXTS = ["a", "ß", "東京", "🦊", 'with "quotes"', "back\\slash", "line\nbreak", "", " ", "<tool_call>", "e\u0301"]
+TEXTS = [
+    "a",
+    "ß",
+    "東京",
+    "🦊",
+    'with "quotes"',
+    "back\\slash",
+    "line\nbreak",
+    "",
+    " ",
+    "<tool_call>",
+    "e\u0301",
+]
 PATTERNS = ["^[A-Z]{2}-[0-9]{1,3}$", "^(ab|cd)+$", "^é?x{2,4}$", "^[^\\W\\d_]{1,3}$", "^\\d{4}$"]
 
-NOTES = ["path", "password", "binary", "uri-reference", "regex", "a format of nobody"]  # formats that hold nothing
+# formats that hold nothing
+NOTES = ["path", "password", "binary", "uri-reference", "regex", "a format of nobody"]
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
@@ -22,12 +35,20 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
         names = rng.sample(["name", "größe", "x y", "id", "$ref", "東", 'q"'], rng.randrange(1, 4))
         required = [name for name in names if rng.random() < 0.6]
         properties = {name: random_schema(rng, depth - 1) for name in names}
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
     if kind == "open":  # names that are not listed may come, too
         required = ["a"] * rng.randrange(2)
         others = {"additionalProperties": rng.choice([True, False, random_schema(rng, 0)])}
         patterns = {"patternProperties": {rng.choice(["^b", "c$", "^é?$"]): random_schema(rng, depth - 1)}}
-        least = {"minProperties": rng.randrange(len(required) + 2), "properties": {"a": random_schema(rng, 0)}}
+        least = {
+            "minProperties": rng.randrange(len(required) + 2),
+            "properties": {"a": random_schema(rng, 0)},
+        }
         return {"type": "object", "required": required} | (least if required else {}) | others | patterns
     if kind == "map":
         return {"type": "object", "additionalProperties": random_schema(rng, 0), "maxProperties": 1}

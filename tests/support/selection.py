@@ -1,7 +1,9 @@
-"""Which tests a plain ``pytest`` leaves out, and under which marker: what takes long and has a telling sample.
+"""Which tests a plain ``pytest`` leaves out, and under which marker: what takes long and has a telling
+sample.
 
-``MARKS`` gives a file, a test function or a single case a marker of pyproject.toml. ``SAMPLES`` are the functions and
-cases of those files that stay in the default run. A folder's tests are named relative to ``tests``.
+``MARKS`` gives a file, a test function or a single case a marker of pyproject.toml. ``SAMPLES`` are the
+functions and cases of those files that stay in the default run. A folder's tests are named relative to
+``tests``.
 """
 
 import re
@@ -258,7 +260,9 @@ DEFAULT = f"not ({' or '.join(MARKS)})"  # what a plain ``pytest`` runs
 
 
 def covers(name: str, test: str) -> bool:
-    """Whether a file's, a folder's, a function's or a case's name is that of a test or of what the test is in."""
+    """Whether a file's, a folder's, a function's or a case's name is that of a test or of what the test is
+    in.
+    """
     return test == name or (test.startswith(name) and re.match(r"/|::|\[", test[len(name) :]) is not None)
 
 

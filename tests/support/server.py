@@ -98,20 +98,41 @@ def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Runn
             service.close()
 
 
-def served(*loaded: Any, routes: Sequence[BaseRoute] = (), **settings: Any) -> AbstractContextManager[Running]:
+def served(
+    *loaded: Any, routes: Sequence[BaseRoute] = (), **settings: Any
+) -> AbstractContextManager[Running]:
     """Serve a model, with further routes; unless settings say otherwise, one sequence of 128 tokens."""
-    return running(start(Settings(**{"port": 0, "sequences": 1, "max_kv_size": 128} | settings), *loaded), routes)
+    return running(
+        start(Settings(**{"port": 0, "sequences": 1, "max_kv_size": 128} | settings), *loaded), routes
+    )
 
 
-Started = tuple[Any, httpx2.Client, list[str]]  # a process, a client of it, its lines on standard error as they come
+# a process, a client of it, its lines on standard error as they come
+Started = tuple[Any, httpx2.Client, list[str]]
 
 
 @contextmanager
 def started(folder: Path, *arguments: str, command: Sequence[str] = ()) -> Iterator[Started]:
     """``kvant serve`` as a process in a folder."""
-    places = {name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")}
-    command = command or [*COMMAND, "serve", "--port", "0", "--sequences", "2", "--max-kv-size", "512", *arguments]
-    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    places = {
+        name: str(folder) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
+    }
+    command = command or [
+        *COMMAND,
+        "serve",
+        "--port",
+        "0",
+        "--sequences",
+        "2",
+        "--max-kv-size",
+        "512",
+        *arguments,
+    ]
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     environ = os.environ | {"HF_HUB_OFFLINE": "1"} | places
     with subprocess.Popen(command, cwd=folder, env=environ, text=True, **pipes) as process:
         lines: list[str] = []

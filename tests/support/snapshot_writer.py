@@ -2,8 +2,8 @@
 
     python snapshot_writer.py PATH
 
-For each line of its input, a time in seconds, it starts such a process, kills it by SIGKILL after that time, and prints
-a line. They are forks, which start at once: MLX has no work before.
+For each line of its input, a time in seconds, it starts such a process, kills it by SIGKILL after that time,
+and prints a line. They are forks, which start at once: MLX has no work before.
 """
 
 import os

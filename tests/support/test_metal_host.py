@@ -1,7 +1,9 @@
-"""The host run of Metal kernels itself: right kernels give NumPy's results, and each planted mistake is caught.
+"""The host run of Metal kernels itself: right kernels give NumPy's results, and each planted mistake is
+caught.
 
 What kvant's own kernels use of Metal is held against the oracle by their tests, which run here.
-Every mistake is one edit away from a kernel that passes. Which compiler ran is in the last lines of pytest's output.
+Every mistake is one edit away from a kernel that passes. Which compiler ran is in the last lines of pytest's
+output.
 """
 
 import sys
@@ -50,9 +52,15 @@ def same(given: mx.array, expected: mx.array) -> None:
 def test_a_kernel_has_what_mlx_gives_it() -> None:
     """Template arguments, a header, and the shape of an input; a scalar is a reference."""
     source = "if (B) out[i] = T(x[i] * y + N * z[0] * x_shape[1]);"
-    options = {"template": [("T", mx.bfloat16), ("N", 2), ("B", True)], "grid": (12, 1, 1), "threadgroup": (4, 1, 1)}
+    options = {
+        "template": [("T", mx.bfloat16), ("N", 2), ("B", True)],
+        "grid": (12, 1, 1),
+        "threadgroup": (4, 1, 1),
+    }
     x = normal(3, 4)
-    given = launch(source, x, mx.array(3), mx.ones(7), header="constant int UNUSED = 3;", **options, shape=(3, 4))
+    given = launch(
+        source, x, mx.array(3), mx.ones(7), header="constant int UNUSED = 3;", **options, shape=(3, 4)
+    )
     same(given, (x * 3 + 2 * 4).astype(mx.bfloat16).astype(mx.float32))
 
 
@@ -101,12 +109,15 @@ SHORT: dict[str, Any] = {"elements": 63}
 MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     # races and what nobody wrote
     "a write after another thread's read": (
-        SWAP.replace(f"{BARRIER}\n  tile", "tile"), r"Race.* of `tile` at byte \d+, which .* with no barrier"),
+        SWAP.replace(f"{BARRIER}\n  tile", "tile"), r"Race.* of `tile` at byte \d+, which .* with no "
+                                                    r"barrier"),
     "two threadgroups, one place": ("out[i % 32] = x[0];", "Race.*another threadgroup wrote", SMALL),
     "a barrier of no memory": (SWAP.replace("mem_threadgroup", "mem_none"), "(Race|Uninitialised).*`tile`"),
-    "an output between threads": (f"out[i] = x[i]; {BARRIER} out[i] = out[63 - i];", "(Race|Uninitialised).*`out`"),
+    "an output between threads": (f"out[i] = x[i]; {BARRIER} out[i] = out[63 - "
+                                  f"i];", "(Race|Uninitialised).*`out`"),
     "a sum without its first barrier": (
-        SUMS.replace(BARRIER, "", 1), r"Uninitialised.*thread \(\d+, 0, 0\) of threadgroup.*`tile` at byte", THREE),
+        SUMS.replace(BARRIER, "", 1), r"Uninitialised.*thread \(\d+, 0, 0\) of threadgroup.*`tile` at "
+                                      r"byte", THREE),
     "threadgroup memory nobody wrote": (
         "threadgroup float tile[64]; if (i != 5) tile[i] = x[i]; out[i] = tile[i];",
         r"Uninitialised.*thread \(5, 0, 0\).*`tile` at byte 20"),
@@ -122,12 +133,14 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
         r"Divergence.*threads 0 to 31 at threadgroup_barrier, line \d+; threads 32 to 63 ended"),
     "two barriers in two branches": (
         "if (i % 2) { out[i] = x[i]; threadgroup_barrier(mem_flags::mem_none); }\n"
-        "else {\n threadgroup_barrier(mem_flags::mem_none); out[i] = x[i]; }", "Divergence.*different barriers"),
+        "else {\n threadgroup_barrier(mem_flags::mem_none); out[i] = x[i]; }", "Divergence.*different "
+                                                                               "barriers"),
     "a shuffle in a branch": (
         "float r = 0; if (i != 40) r = simd_shuffle(x[i], 0); out[i] = r;",
         "Divergence.*simd_shuffle.*thread 40 ended"),
     "simd two ways": (
-        "float r = 0; if (i % 2) r = simd_shuffle(x[i], 0);\n else r = simd_shuffle_xor(x[i], 1); out[i] = r;",
+        "float r = 0; if (i % 2) r = simd_shuffle(x[i], 0);\n else r = simd_shuffle_xor(x[i], 1); out[i] = "
+        "r;",
         "Divergence.*different operations"),
     "a lane that is not there": ("out[i] = simd_shuffle(x[i], i + 1);", "Divergence.*asks lane 32"),
     # outside of a buffer
@@ -137,7 +150,8 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "write past the end": ("out[i + 1] = x[i / 2];", "OutOfBounds"),
     "a threadgroup array": ("threadgroup float t[63]; t[i] = x[i / 2]; out[i] = t[i];", "OutOfBounds"),
     "an own array": (
-        "float own[8]; for (uint k = 0; k < 8; k++) own[k] = x[k + i / 2]; out[i] = own[i / 7];", "OutOfBounds"),
+        "float own[8]; for (uint k = 0; k < 8; k++) own[k] = x[k + i / 2]; out[i] = own[i / "
+        "7];", "OutOfBounds"),
     "a wide read": (WIDE, "OutOfBounds", {"elements": 511, "shape": (512,)}),
     "a wide write": (WIDE, "OutOfBounds", {"elements": 512, "shape": (511,)}),
     # inputs, and what is not defined
@@ -161,8 +175,10 @@ MISTAKES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "bfloat from a float": ("out[0] = x[0];", "CompileFailed", {"dtype": mx.bfloat16}),
     # and in a helper
     "no space": (
-        "out[0] = f(x);", "CompileFailed.*address space", {"header": "float f(const float* p) { return p[0]; }"}),
-    "no space, struct": ("out[0] = x[0];", "CompileFailed.*address space", {"header": "struct S { const char* p; };"}),
+        "out[0] = f(x);", "CompileFailed.*address space", {"header": "float f(const float* p) { return p[0]; "
+                                                                     "}"}),
+    "no space, struct": ("out[0] = x[0];", "CompileFailed.*address space", {"header": "struct S { const "
+                                                                                      "char* p; };"}),
     "no space, template": (
         "out[0] = f<1, float>(x);", "CompileFailed.*no matching function",
         {"header": "template <int N, typename P> float f(P* p) { return p[0]; }"}),
@@ -191,7 +207,10 @@ def test_the_sources_are_right_without_the_mistake() -> None:
     same(run(SWAP), mx.roll(normal(64), -1))
     same(run(WIDE, 512, shape=(512,)), 2 * normal(512).reshape(64, 8)[::-1].reshape(512))
     run(TOO_LARGE.replace("8193", "8192"), grid=(1, 1, 1))
-    same(run("out[i] = simd_shuffle(i, 31);", **MANY, threadgroup=(1024, 1, 1)), mx.arange(2048) // 32 * 32.0 + 31)
+    same(
+        run("out[i] = simd_shuffle(i, 31);", **MANY, threadgroup=(1024, 1, 1)),
+        mx.arange(2048) // 32 * 32.0 + 31,
+    )
 
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
@@ -201,9 +220,14 @@ def test_a_race_is_found_in_every_order(order: int) -> None:
 
 
 def test_an_access_outside_is_described() -> None:
-    with pytest.raises(HostError, match=r"OutOfBounds.*thread \(63, 0, 0\) of threadgroup \(0, 0, 0\)") as raised:
+    with pytest.raises(
+        HostError, match=r"OutOfBounds.*thread \(63, 0, 0\) of threadgroup \(0, 0, 0\)"
+    ) as raised:
         run("out[i] = x[i + 1];")
-    said = ["AddressSanitizer: heap-buffer-overflow, READ of size 4, is located 0 bytes", "out[i] = x[i + 1];"]
+    said = [
+        "AddressSanitizer: heap-buffer-overflow, READ of size 4, is located 0 bytes",
+        "out[i] = x[i + 1];",
+    ]
     if worker().compiler.kind == "ziglang":
         said = ["read of 4 bytes, 0 bytes past the end of `x`, which has 256 bytes"]
     assert all(words in str(raised.value) for words in said)
@@ -213,7 +237,9 @@ def test_a_read_of_what_must_not_be_read() -> None:
     x, past = normal(64, 3), np.arange(64)[:, None] >= 60
     source = "out[i] = i < {} ? x[3 * i + 2] : 0;"
     same(launch(source.format(60), x, unreadable={"x": past}), mx.where(mx.arange(64) < 60, x[:, 2], 0))
-    with pytest.raises(HostError, match=r"Unreadable.*thread \(60, 0, 0\).*`x` at byte 728, which must not be read"):
+    with pytest.raises(
+        HostError, match=r"Unreadable.*thread \(60, 0, 0\).*`x` at byte 728, which must not be read"
+    ):
         launch(source.format(61), x, unreadable={"x": past})
     with pytest.raises(ValueError, match="unreadable names"):
         launch(source.format(60), x, unreadable={"y": past})

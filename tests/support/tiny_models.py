@@ -1,12 +1,13 @@
 """Tiny models of mlx-lm's architectures, with random weights.
 
 architectures.json holds one configuration a module of mlx_lm.models, as config.json would have it without its
-``model_type``. Every kind of layer of an architecture occurs. Windows and chunks are 8 tokens: a short text runs past
-them. Widths of cached rows are multiples of 32, the size of quantization groups. phi3small alone has a large
+``model_type``. Every kind of layer of an architecture occurs. Windows and chunks are 8 tokens: a short text
+runs past them. Widths of cached rows are multiples of 32, the size of quantization groups. phi3small alone
+has a large
 vocabulary: its model writes to the logits of fixed tokens up to number 100,351.
 
-Which fields an architecture needs follows tests/test_models.py of ml-explore/mlx-lm (MIT, commit d78bf58) where it has
-the architecture, and the fields of its ``ModelArgs`` otherwise.
+Which fields an architecture needs follows tests/test_models.py of ml-explore/mlx-lm (MIT, commit d78bf58)
+where it has the architecture, and the fields of its ``ModelArgs`` otherwise.
 """
 
 import json
@@ -21,15 +22,20 @@ from mlx.utils import tree_map_with_path
 
 from kvant.tools.bench.shapes import Shape
 
-CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("architectures.json").read_text("utf-8"))
-# Changes after which the fused kernel takes an architecture, two query heads to a kv head, and the bits to try. Windows
-# are of 8; gpt-oss and MiMo have sinks, Gemma a scale that is not 1 / sqrt(D). Two of Gemma 4's layers read what others
-# keep. MiMo's values are narrower than its keys.
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("architectures.json").read_text("utf-8")
+)
+# Changes after which the fused kernel takes an architecture, two query heads to a kv head, and the bits to
+# try. Windows are of 8; gpt-oss and MiMo have sinks, Gemma a scale that is not 1 / sqrt(D). Two of Gemma 4's
+# layers read what others keep. MiMo's values are narrower than its keys.
 SERVED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "gpt_oss": ({"head_dim": 64}, (0, 8)),
     "gemma3_text": ({"head_dim": 64, "num_key_value_heads": 2}, (0,)),
     "gemma4_text": ({"head_dim": 64, "global_head_dim": 512}, (0,)),
-    "mimo_v2_flash": ({"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128}, (0, 4)),
+    "mimo_v2_flash": (
+        {"head_dim": 192, "v_head_dim": 128, "swa_head_dim": 192, "swa_v_head_dim": 128},
+        (0, 4),
+    ),
 }
 EMBEDDING_GAIN, MATRIX_GAIN, VECTOR_NOISE = 0.3, 1.7, 0.1
 
@@ -37,11 +43,13 @@ EMBEDDING_GAIN, MATRIX_GAIN, VECTOR_NOISE = 0.3, 1.7, 0.1
 def build(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
     """mlx-lm's model of one architecture and its configuration, with some changes, the same at every call.
 
-    Weights are float32 and evaluated. They are mlx-lm's own random ones, with larger matrices and smaller embeddings:
-    the context decides the next token, not the last token alone. Where mlx-lm starts with one number everywhere (norms,
+    Weights are float32 and evaluated. They are mlx-lm's own random ones, with larger matrices and smaller
+    embeddings: the context decides the next token, not the last token alone. Where mlx-lm starts with one
+        number everywhere (norms,
     biases, sinks), noise is added.
     """
-    config = {"model_type": name, **deepcopy(CONFIGS[name]), **changes}  # some ModelArgs change what they are given
+    # some ModelArgs change what they are given
+    config = {"model_type": name, **deepcopy(CONFIGS[name]), **changes}
     module = import_module(f"mlx_lm.models.{name}")
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(deepcopy(config)))
@@ -64,5 +72,7 @@ def _weights(path: str, given: mx.array) -> mx.array:
 
 
 def shape(kind: str, *sizes: Any) -> Shape:
-    """Hidden, layers, heads, kv heads, head, inner, vocab, tied. A Qwen2 has one large pair of key biases a layer."""
+    """Hidden, layers, heads, kv heads, head, inner, vocab, tied. A Qwen2 has one large pair of key biases
+    a layer.
+    """
     return Shape("test", kind, *sizes, max_position_embeddings=4096, large_key_bias=kind == "qwen2")

@@ -1,4 +1,6 @@
-"""Folders with tokenizers of every family kvant loads, trained here on a little text, as published ones are set up."""
+"""Folders with tokenizers of every family kvant loads, trained here on a little text, as published ones
+are set up.
+"""
 
 import json
 import random
@@ -7,7 +9,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from kvant.text.process import TextError
 from kvant.text.tokenizer import Tokenizer as Loaded
@@ -52,7 +64,12 @@ def qwen2() -> tuple[Tokenizer, Config]:
     made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
     keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     known = made.get_added_tokens_decoder().items()
-    named = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_prefix_space": False}
+    named = {
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "add_prefix_space": False,
+    }
     plain = {"clean_up_tokenization_spaces": False, "split_special_tokens": False}
     added = {str(i): {key: getattr(token, key) for key in keys} for i, token in known}
     specials = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "added_tokens_decoder": added}
@@ -61,7 +78,13 @@ def qwen2() -> tuple[Tokenizer, Config]:
 
 def llama3() -> tuple[Tokenizer, Config]:
     """As Llama 3: begins a text with a token of its own."""
-    specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+    specials = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|eot_id|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+    ]
     made = _byte_level(LLAMA3, specials)
     named = [("<|begin_of_text|>", made.token_to_id("<|begin_of_text|>"))]
     pair = "<|begin_of_text|> $A $B"
@@ -73,7 +96,11 @@ def llama3() -> tuple[Tokenizer, Config]:
 
 def _gpt2(made: Tokenizer, bos: str, eos: str, pad: str, **others: Any) -> tuple[Tokenizer, Config]:
     named = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "unk_token": "<|endoftext|>"}
-    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "clean_up_tokenization_spaces": False}
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+    }
     return made, settings | named | others
 
 
@@ -85,8 +112,12 @@ def smollm2() -> tuple[Tokenizer, Config]:
 
 
 def olmo2() -> tuple[Tokenizer, Config]:
-    """As OLMo 2: GPT-2's class declared, which transformers does not believe, around another way to split words."""
-    return _gpt2(_byte_level(LLAMA3, ["<|endoftext|>", "<|pad|>"]), "<|endoftext|>", "<|endoftext|>", "<|pad|>")
+    """As OLMo 2: GPT-2's class declared, which transformers does not believe, around another way to split
+    words.
+    """
+    return _gpt2(
+        _byte_level(LLAMA3, ["<|endoftext|>", "<|pad|>"]), "<|endoftext|>", "<|endoftext|>", "<|pad|>"
+    )
 
 
 def _sentencepiece(kind: str) -> Tokenizer:
@@ -108,14 +139,28 @@ def _sentencepiece(kind: str) -> Tokenizer:
         raw["model"]["byte_fallback"] = True
     made = Tokenizer.from_str(json.dumps(raw))
     named = [("<s>", made.token_to_id("<s>"))]
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=named)
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=named
+    )
     return made
 
 
 def llama2(**others: Any) -> tuple[Tokenizer, Config]:
-    """As Mistral 7B and TinyLlama: byte fallback; around the latter transformers puts a pipeline of its own."""
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False}
-    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": False}
+    """As Mistral 7B and TinyLlama: byte fallback; around the latter transformers puts a pipeline of its
+    own.
+    """
+    named = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "clean_up_tokenization_spaces": False,
+    }
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "legacy": False,
+    }
     return _sentencepiece("bpe"), settings | named | others
 
 
@@ -167,7 +212,9 @@ def made(family: str) -> tuple[Tokenizer, Config]:
 
 
 def write_tokenizer(folder: Path, family: str, **config: Any) -> Path:
-    """A folder with tokenizer.json, tokenizer_config.json and as much of a config.json as a tokenizer needs."""
+    """A folder with tokenizer.json, tokenizer_config.json and as much of a config.json as a tokenizer
+    needs.
+    """
     tokenizer, settings = made(family)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -204,11 +251,27 @@ def make_tokenizer(folder: Path, family: str, **config: Any) -> Loaded:
 
 
 def strings(count: int, seed: int, specials: list[str]) -> list[str]:
-    """Texts of every kind: words, whitespace, scripts, numbers, marks, broken and joined characters, special tokens."""
+    """Texts of every kind: words, whitespace, scripts, numbers, marks, broken and joined characters,
+    special tokens.
+    """
     rng = random.Random(seed)
     words = [word for line in TEXT[:5] for word in line.split(" ")]
     spaces = [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\u2028", "\v", ""]
-    marks = ["e\u0301", "\u0301", "A\u030a", "ﬁ", "①", "½", "\ufeff", "\u200d", "\U0001f98a", "\x00", "\x7f", "▁", "Ġ"]
+    marks = [
+        "e\u0301",
+        "\u0301",
+        "A\u030a",
+        "ﬁ",
+        "①",
+        "½",
+        "\ufeff",
+        "\u200d",
+        "\U0001f98a",
+        "\x00",
+        "\x7f",
+        "▁",
+        "Ġ",
+    ]
 
     blocks = [(0x20, 0x250), (0x370, 0x600), (0x900, 0xD00), (0x3040, 0xA000), (0x1F300, 0x1FAFF)]
 

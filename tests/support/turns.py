@@ -18,7 +18,13 @@ TWO: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 2},
     "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
-SIZES: dict[str, Any] = {"tokens": 3072, "sequences": 2, "max_seq_len": 1024, "prefill_step_size": 64, "checkpoints": 6}
+SIZES: dict[str, Any] = {
+    "tokens": 3072,
+    "sequences": 2,
+    "max_seq_len": 1024,
+    "prefill_step_size": 64,
+    "checkpoints": 6,
+}
 
 
 def turn(rng: random.Random, length: int) -> list[int]:
@@ -48,8 +54,12 @@ def server(
     return Scheduler(model, pool, max_batch=min(2, pool.max_sequences), deterministic=deterministic), pool
 
 
-def talks(scheduler: Scheduler, system: list[int], rng: random.Random, *, count: int = 8, turns: int = 6) -> list[int]:
-    """Conversations with one system prompt that take turns: of each request the tokens that were there already."""
+def talks(
+    scheduler: Scheduler, system: list[int], rng: random.Random, *, count: int = 8, turns: int = 6
+) -> list[int]:
+    """Conversations with one system prompt that take turns: of each request the tokens that were there
+    already.
+    """
     texts, cached = [list(system) for _ in range(count)], []
     for _ in range(turns):
         for text in texts:
@@ -61,7 +71,9 @@ def talks(scheduler: Scheduler, system: list[int], rng: random.Random, *, count:
 
 
 def grown(scheduler: Scheduler, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Turns with answers of 535 tokens: of each prompt what it had in common with the last text, and what was there."""
+    """Turns with answers of 535 tokens: of each prompt what it had in common with the last text, and what
+    was there.
+    """
     never = make_logits_processors({STOP: -1e9})
     text, common, cached, known = [*turn(rng, 100), *turn(rng, 31)], [], [], 0
     for max_tokens in (535, 535, 1):
@@ -74,7 +86,8 @@ def grown(scheduler: Scheduler, rng: random.Random) -> tuple[list[int], list[int
 
 
 def changed_heads(scheduler: Scheduler, rng: random.Random) -> list[int]:
-    """Prompts whose head of 700 tokens has three others after 500, such as a date: of each the tokens that were there.
+    """Prompts whose head of 700 tokens has three others after 500, such as a date: of each the tokens that
+    were there.
 
     The model knows no end of its first turn.
     """
@@ -83,7 +96,9 @@ def changed_heads(scheduler: Scheduler, rng: random.Random) -> list[int]:
     return [run(scheduler, prompt)[0][1].cached_tokens for prompt in prompts]
 
 
-def fresh_answers(model: BridgedModel, *prompts: list[int], max_tokens: int = 12, **changes: Any) -> list[list[int]]:
+def fresh_answers(
+    model: BridgedModel, *prompts: list[int], max_tokens: int = 12, **changes: Any
+) -> list[list[int]]:
     """Those of a server that has read nothing before."""
     scheduler, _ = server(model, **changes | {"checkpoints": 0})
     return [answer for answer, _ in run(scheduler, *prompts, max_tokens=max_tokens)]

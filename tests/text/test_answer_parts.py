@@ -52,11 +52,11 @@ DEEPSEEK = (
     f'{CALLS_BEGIN}{CALL_BEGIN}function{SEP}weather\n```json\n{{"city": "Rome"}}\n```{CALL_END}\n'
     f"{CALL_BEGIN}function{SEP}now\n```json\n{{}}\n```{CALL_END}{CALLS_END}"
 )
-DEEPSEEK_V31 = (
-    f'{CALLS_BEGIN}{CALL_BEGIN}weather{SEP}{{"city": "Rome"}}{CALL_END}{CALL_BEGIN}now{SEP}{{}}{CALL_END}{CALLS_END}'
-)
+DEEPSEEK_V31 = f'{CALLS_BEGIN}{CALL_BEGIN}weather{SEP}{{"city": "Rome"}}{CALL_END}{CALL_BEGIN}now{SEP}{{}}{CALL_END}{CALLS_END}'
 HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-CODER_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+CODER_ROME = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+)
 BARE_ROME = CODER_ROME.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
 BARE_NOW = "<function=now>\n</function>"
 LLAMA_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
@@ -90,8 +90,10 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     # Calls that are none: each is text.
     (Hermes(), HERMES_ROME.replace("weather", "wether"), None),
     (Hermes(), HERMES_ROME.replace('"weather"', "5"), None),
-    (Hermes(), HERMES_ROME.replace('"city"', '"town"'), [CallPart("weather", '{"town":"Rome"}')]),  # its client says so
-    (Hermes(), HERMES_ROME.replace('"Rome"', "1"), [CallPart("weather", '{"city":1}')]),  # not held against the schema
+    # its client says so
+    (Hermes(), HERMES_ROME.replace('"city"', '"town"'), [CallPart("weather", '{"town":"Rome"}')]),
+    # not held against the schema
+    (Hermes(), HERMES_ROME.replace('"Rome"', "1"), [CallPart("weather", '{"city":1}')]),
     (Hermes(), HERMES_ROME.replace('{"city": "Rome"}', "[1, 2]"), None),
     (Hermes(), HERMES_ROME.replace('"Rome"', '"Rome", "days": NaN'), None),
     (Hermes(), HERMES_ROME.replace("Rome", "\\ud800"), None),  # half of a character
@@ -145,7 +147,8 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Llama3(), f"\n <|python_tag|>{LLAMA_ROME}", [ROME]),
     (Llama3(), f"See: <|python_tag|>{LLAMA_ROME}", ["See:", ROME]),
     (Llama3(), LLAMA_ROME.replace('{"name"', '{"type": "function", "name"'), [ROME]),
-    (Llama3(), f"{LLAMA_ROME}; {LLAMA_ROME}", [ROME, f"; {LLAMA_ROME}"]),  # one call is all that its template can say
+    # one call is all that its template can say
+    (Llama3(), f"{LLAMA_ROME}; {LLAMA_ROME}", [ROME, f"; {LLAMA_ROME}"]),
     (Llama3(), f"See: {LLAMA_ROME}", None),
     (Llama3(), '<|python_tag|>brave_search.call(query="Rome")', None),
     (Llama3(), '{"name": "Ann", "age": 4}', None),
@@ -155,7 +158,8 @@ CASES: list[tuple[ToolFormat, str, list[Any]]] = [
     (Mistral(), f"[TOOL_CALLS] [{MISTRAL_ROME}", None),
     (Mistral(), f"[TOOL_CALLS] [{MISTRAL_ROME}, 1]", None),
     (Mistral(), "[TOOL_CALLS] [1, 2] [TOOL_CALLS] []", None),
-    (MistralArgs(), 'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}', ["Yes.", ROME, NOW]),
+    (MistralArgs(), 'Yes.[TOOL_CALLS]weather[ARGS]{"city": '
+                    '"Rome"}[TOOL_CALLS]now[ARGS]{}', ["Yes.", ROME, NOW]),
     (MistralArgs(), '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome"}', [ROME]),
     (MistralArgs(), '[TOOL_CALLS]my/now.v2[ARGS]{}', [CallPart("my/now.v2", "{}")]),
     (MistralArgs(), '[TOOL_CALLS] weather [ARGS]{"city": "Rome"}', None),
@@ -206,7 +210,8 @@ BRACKETS, MINIMAX_M3, *_ = PAIRS = [
 ]
 # Marks, the end of the prompt, the model's text, its thinking, its answer.
 THINKING = [
-    (THINK, "assistant\n", "<think>\nlet me see\n\nyes\n</think>\n\nSunny.\n", "let me see\n\nyes", "Sunny.\n"),
+    (THINK, "assistant\n", "<think>\nlet me "
+                           "see\n\nyes\n</think>\n\nSunny.\n", "let me see\n\nyes", "Sunny.\n"),
     (THINK, "assistant\n", "\n <think>a</think>b", "a", "b"),
     (THINK, "assistant\n<think>\n", "let me see\n</think>\n\nSunny.", "let me see", "Sunny."),
     (THINK, "assistant\n<think>\n\n</think>\n\n", "Sunny.", "", "Sunny."),
@@ -252,7 +257,9 @@ def thinkers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
 def joined(parts: list[Part]) -> list[Any]:
     """Parts, with the pieces of a text put together, in the form of CASES."""
     found: list[Any] = []
-    for is_text, run in groupby(parts, lambda part: (isinstance(part, TextPart), getattr(part, "thinking", False))):
+    for is_text, run in groupby(
+        parts, lambda part: (isinstance(part, TextPart), getattr(part, "thinking", False))
+    ):
         pieces = list(run)
         if not is_text[0]:
             found += pieces
@@ -275,7 +282,9 @@ def split(splitter: AnswerParts, text: str, sizes: random.Random | None) -> list
 
 
 @pytest.mark.parametrize(("form", "text", "expected"), CASES)
-def test_pieces_of_any_size(tokenizer: Tokenizer, form: ToolFormat, text: str, expected: list[Any] | None) -> None:
+def test_pieces_of_any_size(
+    tokenizer: Tokenizer, form: ToolFormat, text: str, expected: list[Any] | None
+) -> None:
     """None: the answer is text as it is."""
     expected = ([text] if text else []) if expected is None else expected
     for seed in range(12):
@@ -304,7 +313,18 @@ def test_random_answers(tokenizer: Tokenizer, form: ToolFormat) -> None:
     rng = random.Random(form.name)
     call = CALLS[form.name]
     bare = [f"\n{BARE_ROME}", f"{BARE_NOW}\n</tool_call>"] if form.head else []
-    marks = [*form.starts, *bare, "</tool_call>", "{", '{"name": ', "[ARGS]", "<function=", "</function>", '"', "}"]
+    marks = [
+        *form.starts,
+        *bare,
+        "</tool_call>",
+        "{",
+        '{"name": ',
+        "[ARGS]",
+        "<function=",
+        "</function>",
+        '"',
+        "}",
+    ]
     words = [" ", "\n", "so ", "a < b", "[", "\\", "é", "<think>", "</think>", ""]
 
     def piece() -> str:
@@ -378,7 +398,9 @@ def test_a_forced_call_that_is_cut_anywhere_is_no_text(tokenizer: Tokenizer, for
         (QwenCoder(), "<tool_call><function=", "name"),
     ],
 )
-def test_a_call_that_goes_on_without_end(tokenizer: Tokenizer, form: ToolFormat, begun: str, more: str) -> None:
+def test_a_call_that_goes_on_without_end(
+    tokenizer: Tokenizer, form: ToolFormat, begun: str, more: str
+) -> None:
     """The server's loop reads it token by token: 16,000 tokens of blanks once took it 34 s."""
     parts = AnswerParts(tokenizer, "", TOOLS, form)
     with at_most(3):
@@ -405,14 +427,21 @@ def test_without_tools_all_is_text_at_once(tokenizer: Tokenizer, form: ToolForma
 
 def test_marks_of_a_template_alone(tmp_path: Path, thinkers: dict[Marks, Tokenizer]) -> None:
     """As of Olmo 3, whose vocabulary has no such tokens. A family's own marks come before them."""
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
+    )
     for folder, templates in (("one", template), ("two", [{"name": "tool_use", "template": template}])):
         tokenizer = make_tokenizer(tmp_path / folder, "olmo2", chat_template=templates)
         assert marks_of(tokenizer) == THINK
         splitter = AnswerParts(tokenizer, "x<think>")
-        assert [*splitter.add("hm</think>Sunny."), *splitter.finish()] == [TextPart("hm", True), TextPart("Sunny.")]
+        assert [*splitter.add("hm</think>Sunny."), *splitter.finish()] == [
+            TextPart("hm", True),
+            TextPart("Sunny."),
+        ]
     assert marks_of(make_tokenizer(tmp_path / "none", "olmo2")) is None
-    both = make_tokenizer(tmp_path / "both", "qwen3", extra_special_tokens=["<think>", "</think>", *TOKENS[1]])
+    both = make_tokenizer(
+        tmp_path / "both", "qwen3", extra_special_tokens=["<think>", "</think>", *TOKENS[1]]
+    )
     assert marks_of(both) == MINIMAX_M3
     thinkers[HARMONY].chat_template = template
     assert marks_of(thinkers[HARMONY]) == HARMONY
@@ -421,7 +450,10 @@ def test_marks_of_a_template_alone(tmp_path: Path, thinkers: dict[Marks, Tokeniz
 def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
     assert marks_of(pocket[1]) is None
     splitter = AnswerParts(pocket[1], "assistant\n", TOOLS, Hermes())
-    assert joined([*splitter.add(f"<think>a</think>{HERMES_ROME}"), *splitter.finish()]) == ["<think>a</think>", ROME]
+    assert joined([*splitter.add(f"<think>a</think>{HERMES_ROME}"), *splitter.finish()]) == [
+        "<think>a</think>",
+        ROME,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +464,9 @@ def test_without_marks_of_thinking(pocket: tuple[object, Tokenizer]) -> None:
         ("mistral", Mistral(), ["[TOOL_CALLS]"]),
     ],
 )
-def test_marks_that_are_special_tokens(tmp_path: Path, family: str, form: ToolFormat, tokens: list[str]) -> None:
+def test_marks_that_are_special_tokens(
+    tmp_path: Path, family: str, form: ToolFormat, tokens: list[str]
+) -> None:
     made = make_tokenizer(tmp_path, family, extra_special_tokens=tokens)
     ids = made.encode(f"Yes.{CALLS[form.name]}", add_special_tokens=False)
     assert made.convert_tokens_to_ids(form.starts[0]) in ids

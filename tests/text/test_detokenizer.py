@@ -1,4 +1,6 @@
-"""Text as its tokens come, against mlx-lm's streaming detokenizers; and text that is known already, encoded."""
+"""Text as its tokens come, against mlx-lm's streaming detokenizers; and text that is known already,
+encoded.
+"""
 
 import json
 import random
@@ -65,14 +67,18 @@ def test_segments(made: dict[str, Tokenizer], family: str) -> None:
         assert not any(segment.endswith(UNKNOWN) for segment in segments)
     for _ in range(0 if family in BYTE_FALLBACK else count(60, 10_000)):
         ids = any_ids(tokenizer, rng, list(range(5, 260)))
-        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, clean_up_tokenization_spaces=False), ids
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids, clean_up_tokenization_spaces=False), (
+            ids
+        )
 
 
 @pytest.mark.parametrize("family", BYTE_FALLBACK)
 def test_segments_of_any_bytes(made: dict[str, Tokenizer], family: str) -> None:
     """If a run of bytes is no UTF-8, the library replaces all of it: Python's codec is the oracle then."""
     tokenizer, rng = made[family], random.Random(7)
-    bytes_ = [token for token in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(token).startswith("<0x")]
+    bytes_ = [
+        token for token in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(token).startswith("<0x")
+    ]
     assert len(bytes_) == 256
     exact = 0
     for number in range(count(150, 10_000)):
@@ -100,7 +106,11 @@ def by_runs(pieces: list[str]) -> tuple[str, bool]:
     return "".join(parts).removeprefix(" "), valid
 
 
-STEPS = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+STEPS = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
@@ -162,7 +172,12 @@ def test_the_interface_is_mlx_lms(
     assert ours.offset == theirs.offset == len(ours.text)
     for detokenizer in both:
         detokenizer.reset()
-        assert (detokenizer.text, detokenizer.tokens, detokenizer.offset, detokenizer.last_segment) == ("", [], 0, "")
+        assert (detokenizer.text, detokenizer.tokens, detokenizer.offset, detokenizer.last_segment) == (
+            "",
+            [],
+            0,
+            "",
+        )
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -1,4 +1,6 @@
-"""Grammars by themselves: what they let through is right, the rest is refused, and compiling one has an end."""
+"""Grammars by themselves: what they let through is right, the rest is refused, and compiling one has an
+end.
+"""
 
 import json
 import random
@@ -62,7 +64,8 @@ def test_random_schemas(pocket: tuple[Any, Tokenizer], tmp_path: Path, family: s
         wrong = problem(json.loads(text), schema)
         assert wrong is None, f"{schema}: {text}: {wrong}"
         compact = json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
-        assert len(text.replace(" ", "")) >= len(compact.replace(" ", "")) - 8  # numbers may be written in other ways
+        # numbers may be written in other ways
+        assert len(text.replace(" ", "")) >= len(compact.replace(" ", "")) - 8
         assert not set(tokens) & set(tokenizer.mark_ids)
 
 
@@ -102,12 +105,14 @@ def test_spaces_that_were_added_are_text(tmp_path: Path) -> None:
         ("json_object", "", ['{}', '{"a":[1,{"b":null}]}'], ["[]", '{"a": 1}', "{", '{"a":01}', '{"a":"\t"}', ""]),
         ("json_schema", True, ["3", '"x"', "[]"], ["x", "[ ]"]),
         ("json_schema", {}, ["3", '{"a":1}'], ["nul"]),
-        ("json_schema", '{"type": "integer", "x-guidance": {"whitespace_flexible": true}}', ["3"], [" 3", "3 "]),
+        ("json_schema", '{"type": "integer", "x-guidance": {"whitespace_flexible": '
+                        'true}}', ["3"], [" 3", "3 "]),
         ("json_schema", {"type": "number", "exclusiveMinimum": 9, "maximum": 9.5}, ["9.1", "9.5"], ["9", "9.0", "9.6"]),
         ("json_schema", {"type": "number", "minimum": -2, "exclusiveMaximum": -1}, ["-1.5", "-2"], ["-1", "-1.0"]),
         ("json_schema", {"properties": {"enum": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}}},
          ['{"enum":1.2}'], ['{"enum":1}']),
-        # Other properties than those that are listed only where the schema says so, or has parts in several places.
+        # Other properties than those that are listed only where the schema says so, or has parts in several
+        # places.
         ("json_schema", {"type": "object", "properties": {}}, ["{}"], ['{"a":1}']),
         ("json_schema", {"properties": {"a": {"properties": {"b": {}}}}}, ['{"a":{"b":1}}', "3"], ['{"a":{"c":1}}']),
         ("json_schema", {"type": "object", "properties": {}, "additionalProperties": True}, ['{"a":1}'], ["1"]),
@@ -166,8 +171,10 @@ def test_what_it_lets_through(
         ("json_schema", {"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ("json_schema", {"type": "string", "format": 3}, "got 3"),
         ("json_schema", {"patternProperties": {"^a": {}}, "minProperties": 2}, "minProperties is 2"),
-        ("json_schema", {"type": "object", "required": ["a"], "minProperties": 3}, "minProperties is 3.*at most 2"),
-        ("json_schema", {"allOf": [{"minProperties": 2}, {"additionalProperties": {}}]}, "minProperties is 2"),
+        ("json_schema", {"type": "object", "required": ["a"], "minProperties": 3}, "minProperties is 3.*at "
+                                                                                   "most 2"),
+        ("json_schema", {"allOf": [{"minProperties": 2}, {"additionalProperties": {}}]}, "minProperties is "
+                                                                                         "2"),
         ("json_schema", {"const": [{"a": 2**53 + 1}]}, "9007199254740993, which is not held exactly"),
         ("json_schema", {"enum": [10**400]}, "is not held exactly"),
         ("json_schema", {"properties": {"a": {"const": "\x7f"}}, "additionalProperties": {}}, "control character"),
@@ -204,7 +211,15 @@ def test_sources_that_are_refused(pocket_grammars: Grammars, kind: Any, source: 
 
 def test_which_formats_hold(pocket: tuple[Any, Tokenizer], pocket_grammars: Grammars) -> None:
     """All that llguidance knows of those that JSON Schema defines."""
-    others = {"idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"}
+    others = {
+        "idn-email",
+        "idn-hostname",
+        "iri",
+        "iri-reference",
+        "json-pointer",
+        "regex",
+        "relative-json-pointer",
+    }
     for name in FORMATS | others | {"uri-reference", "uri-template"}:
         schema = {"type": "string", "format": name}
         said = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
@@ -226,8 +241,14 @@ def test_compiling_has_an_end(pocket: tuple[Any, Tokenizer], monkeypatch: pytest
     monkeypatch.setattr(grammar_module, "TIME_LIMIT_S", 0.7)
     grammars = Grammars(pocket[1], len(pocket[1]))
     names = {f"^p{i}$": {"type": "integer"} for i in range(1500)}
-    for schema in ({"type": "object", "patternProperties": names}, {"type": "integer", "multipleOf": 1_000_003}):
-        with at_most(20), pytest.raises(GrammarError, match=r"json_schema cannot be used: it takes longer than 0.7 s"):
+    for schema in (
+        {"type": "object", "patternProperties": names},
+        {"type": "integer", "multipleOf": 1_000_003},
+    ):
+        with (
+            at_most(20),
+            pytest.raises(GrammarError, match=r"json_schema cannot be used: it takes longer than 0.7 s"),
+        ):
             grammars.compile("json_schema", schema)
     monkeypatch.undo()
     assert accepts(grammars.compile("regex", "a"), pocket[1].encode("a"))
@@ -241,7 +262,9 @@ def test_a_grammar_is_kept_for_those_with_the_same_salt(
     monkeypatch.setattr(grammar_module, "KEPT_BYTES", sum(map(len, texts[:2])) + 9)
     made = [grammars.compile_document("regex", text, b"one") for text in texts[:2]]
     assert [grammars.kept(text, b"one") for text in texts[:2]] == made
-    assert grammars.kept(texts[0]) is grammars.kept(texts[0], b"two") is grammars.kept(texts[2], b"one") is None
+    assert (
+        grammars.kept(texts[0]) is grammars.kept(texts[0], b"two") is grammars.kept(texts[2], b"one") is None
+    )
     grammars.kept(texts[0], b"one")  # it was used last
     third = grammars.compile_document("regex", texts[2], b"one")
     assert [grammars.kept(text, b"one") for text in texts] == [made[0], None, third, None]
@@ -290,7 +313,9 @@ forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}{le
 
 
 @pytest.fixture(scope="module", params=["pocket", "qwen2", "mistral"])
-def calling(request: Any, pocket: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Grammars]:
+def calling(
+    request: Any, pocket: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Tokenizer, Grammars]:
     """Marks of calls are text in pocket's vocabulary; in the others they are tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = pocket[1] if request.param == "pocket" else _made(folder, request.param, MARKS)
@@ -305,7 +330,9 @@ def _parts(tokenizer: Tokenizer, form: ToolFormat, text: str) -> list[Any]:
 def _call(form: ToolFormat, *calls: tuple[str, str]) -> str:
     writing = form.writing
     begun = [f"{writing.before_name}{name}{writing.before_arguments}{arguments}" for name, arguments in calls]
-    return writing.begin + writing.between.join(each + writing.after_arguments for each in begun) + writing.end
+    return (
+        writing.begin + writing.between.join(each + writing.after_arguments for each in begun) + writing.end
+    )
 
 
 @forms
@@ -348,7 +375,11 @@ def test_calls_that_may_be_made(calling: tuple[Tokenizer, Grammars], form: ToolF
 @pytest.mark.parametrize("opened", [False, True], ids=["thinks", "has begun"])
 @pytest.mark.parametrize(
     ("start", "end", "tokens"),
-    [("<think>", "</think>", MARKS), ("[THINK]", "[/THINK]", ["[THINK]", "[/THINK]"]), ("<think>", "</think>", [])],
+    [
+        ("<think>", "</think>", MARKS),
+        ("[THINK]", "[/THINK]", ["[THINK]", "[/THINK]"]),
+        ("<think>", "</think>", []),
+    ],
     ids=["Qwen3", "Ministral 3", "in words"],
 )
 def test_thinking_is_free(tmp_path: Path, start: str, end: str, tokens: list[str], opened: bool) -> None:
@@ -376,7 +407,11 @@ def test_thinking_is_free(tmp_path: Path, start: str, end: str, tokens: list[str
         drawn = draw(grammar, rng, prefer=[*marks, *closing(tokenizer)])
         assert drawn is not None
         parts = AnswerParts(tokenizer, prompt)
-        texts = [part for part in [*parts.add(tokenizer.decode(drawn)), *parts.finish()] if isinstance(part, TextPart)]
+        texts = [
+            part
+            for part in [*parts.add(tokenizer.decode(drawn)), *parts.finish()]
+            if isinstance(part, TextPart)
+        ]
         thought += any(part.thinking for part in texts)
         int("".join(part.text for part in texts if not part.thinking))
     assert thought

@@ -28,7 +28,14 @@ change: ("+" | "-" | " ") /(.*)/ LF | ("@@" | "@@ " /(.+)/) LF
 """
 ADDED = '*** Begin Patch\n*** Add File: a "b\\.py\n+print("x\\n")\n+\té 🦊\n*** End Patch\n'
 CHANGED = "*** Begin Patch\n*** Update File: +a\n@@ *** End\n-x\n+\n*** End Patch"
-WRONG = ["", "*** Begin Patch\n", ADDED.replace("+", "?"), CHANGED + "x", CHANGED.replace("@@ ", "@@"), ADDED[1:]]
+WRONG = [
+    "",
+    "*** Begin Patch\n",
+    ADDED.replace("+", "?"),
+    CHANGED + "x",
+    CHANGED.replace("@@ ", "@@"),
+    ADDED[1:],
+]
 EXPRESSIONS = [
     r'[^a-z"]+', r"\s\S\w*", r'"[^"]*"', r"a\n{2,3}b", r"[\t-z]+", r"\x22\x{5c}\u0061", r"a\fb", r"\/\.\*|[*]",
     r"[\]\\]+", r"\d+|\\", "(?:a|.)+", r"[^\n]", "(a|)b*?", "(?P<x>a|b){1,2}", '(|")+', "é?[^é]", r"\D\W|b{2,}", "",
@@ -36,7 +43,8 @@ EXPRESSIONS = [
 GRAMMARS = [
     *(f"start: /{expression or '(?:)'}/" for expression in EXPRESSIONS),
     r'start: /a.\n/s | /B[a-c]/i | "aB"i',
-    'start: _A B_2* "" // no "comment\n_A: "\\"" | "\\\\a"\nB_2: WS_INLINE | "5" # b\n%import common.WS_INLINE',
+    'start: _A B_2* "" // no "comment\n_A: "\\"" | "\\\\a"\nB_2: WS_INLINE | "5" # b\n%import '
+    "common.WS_INLINE",
     'start: x{1,2}\nx: Z | "."\n%import common.ESCAPED_STRING -> Z',
     'start: "a" start "\\n" | ',
 ]
@@ -95,7 +103,8 @@ def test_a_tool_that_takes_a_patch(pocket: Any, grammars: Grammars, form: ToolFo
     [
         'start: %json {"type": "object"}', "start: <|im_end|>", "start: @other", r"start: /\p{L}/", "start: /[[a]b]/",
         "start: /^a/", "start: /(?i)a/", r"start: /a\b/", "start: /+a/", "start: /a/x", "start: /[b-a]/",
-        'start: "\\x"', 'start: "a".."z"', "a[lazy]: /x/", "%ignore WS\n%import common.WS", "%import common.C_COMMENT",
+        'start: "\\x"', 'start: "a".."z"', "a[lazy]: /x/", "%ignore WS\n%import "
+                                                           "common.WS", "%import common.C_COMMENT",
         'start: "a', 'start: "a" & "b"', "start: /(a/", "start: other", '%llguidance {"x": 1}\nstart: "a"',
     ],
 )  # fmt: skip

@@ -35,7 +35,10 @@ def process() -> Iterator[TextProcess]:
     made._end()
 
 
-MESSAGES = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi <there>", "reasoning": "why"}]
+MESSAGES = [
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "content": "Hi <there>", "reasoning": "why"},
+]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
@@ -153,7 +156,8 @@ def test_a_fork_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert process._process is not parents
     monkeypatch.undo()
     _, status = os.waitpid(parents.pid, 0)
-    assert not os.WIFSIGNALED(status)  # it was not killed; it ended because its pipe is closed, which is the same here
+    # it was not killed; it ended because its pipe is closed, which is the same here
+    assert not os.WIFSIGNALED(status)
 
 
 def test_threads(process: TextProcess) -> None:
@@ -179,28 +183,46 @@ def test_the_environment_is_transformers() -> None:
     for name in ("filters", "tests"):
         given, expected = getattr(ours, name), getattr(theirs, name)
         assert {key for key in given if given[key] is not expected[key]} <= {"tojson"}
-    flags = ("trim_blocks", "lstrip_blocks", "keep_trailing_newline", "autoescape", "undefined", "finalize", "policies")
+    flags = (
+        "trim_blocks",
+        "lstrip_blocks",
+        "keep_trailing_newline",
+        "autoescape",
+        "undefined",
+        "finalize",
+        "policies",
+    )
     assert [getattr(ours, flag) for flag in flags] == [getattr(theirs, flag) for flag in flags]
-    tags = [{tag for extension in made.extensions.values() for tag in extension.tags} for made in (ours, theirs)]
+    tags = [
+        {tag for extension in made.extensions.values() for tag in extension.tags} for made in (ours, theirs)
+    ]
     assert tags[0] == tags[1] == {"generation", "break", "continue"}
     assert isinstance(ours, chat_template_utils.ImmutableSandboxedEnvironment)
 
 
 TEMPLATES = [
     "{% for m in messages %}\n  {{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}\n",
-    "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ messages | tojson(separators=(',', ':')) }}",
-    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
-    "{% set n = namespace(a=1, self=2) %}{% for i in range(3) %}{% set n.a = n.a * 2 %}{% endfor %}{{ [n.a, n.self] }}",
-    "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{% endfor %}{{ x }}",
+    "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ messages | tojson(separators=(',', "
+    "':')) }}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor "
+    "%}",
+    "{% set n = namespace(a=1, self=2) %}{% for i in range(3) %}{% set n.a = n.a * 2 %}{% endfor %}{{ [n.a, "
+    "n.self] }}",
+    "{% for m in messages %}{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{% endfor %}{{ "
+    "x }}",
     "{{ dict(a=1) }}{{ dict.fromkeys([1, 2], 3) }}{{ strftime_now('%Y') }}",
     "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(messages[0].content) }}{{ messages[1].reasoning_content }}",
-    "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ tools is none }}{{ documents }}{{ custom.a }}",
-    "{% if tools %}{% for t in tools %}{{ t.function.name }}{{ t | tojson(sort_keys=true) }}{% endfor %}{% endif %}",
+    "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ tools is none }}{{ documents }}{{ custom.a "
+    "}}",
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}{{ t | tojson(sort_keys=true) }}{% endfor %}{% "
+    "endif %}",
     "{{ '\U0001f600 \u00fc' }}{{ messages[0].content.split('l')[-1].upper() }}{{ '%s-%d' | format('a', 3) }}",
 ]
 
 
-def weather(city: str, days: int = 1, units: Literal["C", "F"] | None = None, where: list[str] | None = None) -> str:
+def weather(
+    city: str, days: int = 1, units: Literal["C", "F"] | None = None, where: list[str] | None = None
+) -> str:
     """The weather.
 
     Args:
@@ -229,7 +251,9 @@ OPTIONS: list[dict[str, Any]] = [
 def test_every_option_is_transformers(pocket: tuple[Any, Any], reference: Any, source: str) -> None:
     for given in OPTIONS:
         options = {"chat_template": source, "custom": {}, "tokenize": False} | given
-        assert pocket[1].apply_chat_template(MESSAGES, **options) == reference.apply_chat_template(MESSAGES, **options)
+        assert pocket[1].apply_chat_template(MESSAGES, **options) == reference.apply_chat_template(
+            MESSAGES, **options
+        )
 
 
 def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any], reference: Any) -> None:
@@ -242,7 +266,10 @@ def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any],
         (MESSAGES, {"tokenize": True, "return_dict": False}),
         ([MESSAGES, MESSAGES[:1]], {"tokenize": False}),
         ([MESSAGES, MESSAGES[:1]], {"tokenize": True, "return_dict": False}),
-        ([{**MESSAGES[0], "tool_calls": None, "n": np.int64(3)}], {"tokenize": False, "chat_template": "{{messages}}"}),
+        (
+            [{**MESSAGES[0], "tool_calls": None, "n": np.int64(3)}],
+            {"tokenize": False, "chat_template": "{{messages}}"},
+        ),
     ]:
         expected = reference.apply_chat_template(conversation, **options)
         assert pocket[1].apply_chat_template(conversation, **options) == expected, options

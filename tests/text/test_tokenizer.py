@@ -1,4 +1,6 @@
-"""Token ids, text and special tokens, against transformers on the same folders: every family, and settings by turns."""
+"""Token ids, text and special tokens, against transformers on the same folders: every family, and settings
+by turns.
+"""
 
 import json
 import random
@@ -23,7 +25,8 @@ FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": F
 def same_facts(ours: Tokenizer, reference: Any) -> None:
     assert ours.special_tokens_map == reference.special_tokens_map
     assert ours.all_special_tokens == reference.all_special_tokens
-    assert ours.all_special_ids == [token for token in reference.all_special_ids if token is not None]  # an empty one
+    # an empty one
+    assert ours.all_special_ids == [token for token in reference.all_special_ids if token is not None]
     assert (len(ours), ours.vocab_size) == (len(reference), reference.vocab_size)
     for name in ("bos", "eos", "unk", "pad"):
         assert getattr(ours, f"{name}_token") == getattr(reference, f"{name}_token")
@@ -37,14 +40,20 @@ def same_texts(ours: Tokenizer, reference: Any, texts: list[str]) -> None:
         ids = reference.encode(text)
         assert ours.encode(text) == ids, text
         assert ours.decode(ids) == reference.decode(ids), text
-        assert ours.decode(ids, skip_special_tokens=True) == reference.decode(ids, skip_special_tokens=True), text
+        assert ours.decode(ids, skip_special_tokens=True) == reference.decode(
+            ids, skip_special_tokens=True
+        ), text
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, POCKET])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
     """kvant's tokenizer of a family, and transformers'."""
     name = request.param
-    folder = find_model(POCKET) if name == POCKET else write_tokenizer(tmp_path_factory.mktemp("family") / name, name)
+    folder = (
+        find_model(POCKET)
+        if name == POCKET
+        else write_tokenizer(tmp_path_factory.mktemp("family") / name, name)
+    )
     return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
@@ -65,7 +74,9 @@ def test_any_ids(pair: tuple[Tokenizer, Any]) -> None:
     for _ in range(count(60, 10_000)):
         ids = [rng.randrange(len(reference) + 2) for _ in range(rng.randrange(20))]
         skip = rng.random() < 0.5
-        assert ours.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip), ids
+        assert ours.decode(ids, skip_special_tokens=skip) == reference.decode(
+            ids, skip_special_tokens=skip
+        ), ids
 
 
 def test_vocabulary(pair: tuple[Tokenizer, Any]) -> None:
@@ -85,7 +96,9 @@ def older(files: Files) -> None:
     """special_tokens_map.json and added_tokens.json instead of added_tokens_decoder."""
     config, raw = files[CONFIG], files["tokenizer.json"]
     config.pop("added_tokens_decoder", None)
-    named = {name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)}
+    named = {
+        name: value for name, value in config.items() if name.endswith("_token") and isinstance(value, str)
+    }
     plain = {name: value for name, value in FLAGS.items() if name != "special"}
     files[SPECIAL] = {name: {"content": value, **plain, "rstrip": True} for name, value in named.items()}
     files[SPECIAL] |= {"additional_special_tokens": ["<|a|>", "fox"], "video_token": "<video>"}
@@ -97,7 +110,9 @@ def older(files: Files) -> None:
 def listed(files: Files) -> None:
     """added_tokens_decoder, with a token more, and one described otherwise."""
     raw = files["tokenizer.json"]
-    tokens = {str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in raw["added_tokens"]}
+    tokens = {
+        str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in raw["added_tokens"]
+    }
     first = 1 + max([*map(int, tokens), len(raw["model"]["vocab"]) - 1])
     tokens[str(raw["added_tokens"][-1]["id"])]["lstrip"] = True
     files[CONFIG]["added_tokens_decoder"] = {**tokens, str(first): {"content": "<|new|>", **FLAGS}}
@@ -120,7 +135,13 @@ def not_special(files: Files) -> None:
 def lengths(files: Files) -> None:
     """Truncation and padding left from training: not applied, but padding's token is the tokenizer's."""
     cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    fill = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0}
+    fill = {
+        "strategy": {"Fixed": 9},
+        "direction": "Left",
+        "pad_to_multiple_of": 8,
+        "pad_id": 0,
+        "pad_type_id": 0,
+    }
     files["tokenizer.json"] |= {"truncation": cut, "padding": {**fill, "pad_token": "<padding>"}}
 
 
@@ -156,7 +177,9 @@ VARIANTS: dict[str, Callable[[Files], object]] = {
     "objects": objects,
     "not special": not_special,
     "truncation and padding": lengths,
-    "extra list": setting("extra_special_tokens", ["fox", {"content": "<b>", "__type": "AddedToken", "lstrip": True}]),
+    "extra list": setting(
+        "extra_special_tokens", ["fox", {"content": "<b>", "__type": "AddedToken", "lstrip": True}]
+    ),
     "extra roles": setting("extra_special_tokens", {"boi_token": "<|a|>", "vision": "c d"}),
     "additional": setting("additional_special_tokens", ["quick", "<extra_0>"]),
     "own role": setting("image_token", "<image>"),

@@ -31,12 +31,16 @@ def fresh(pocket: tuple[Decoder, Tokenizer], pocket_folder: Path) -> tuple[Decod
     return pocket[0], tokenizer
 
 
-def texts(model: Any, tokenizer: Any, prompt: list[int], stream: Any, max_tokens: int = 40) -> list[tuple[int, str]]:
+def texts(
+    model: Any, tokenizer: Any, prompt: list[int], stream: Any, max_tokens: int = 40
+) -> list[tuple[int, str]]:
     return [(r.token, r.text) for r in stream(model, tokenizer, prompt, max_tokens=max_tokens)]
 
 
 @pytest.mark.parametrize("detokenizer", [NaiveStreamingDetokenizer, BPEStreamingDetokenizer])
-def test_mlx_lms_wrapper(fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module, detokenizer: Any) -> None:
+def test_mlx_lms_wrapper(
+    fresh: tuple[Decoder, Tokenizer], pocket_mlx_lm: nn.Module, detokenizer: Any
+) -> None:
     model, tokenizer = fresh
     wrapped = TokenizerWrapper(tokenizer, detokenizer, eos_token_ids=[5])
     assert wrapped.eos_token_ids == {5, tokenizer.eos_token_id}
@@ -76,7 +80,9 @@ def test_an_empty_set_never_stops(fresh: tuple[Decoder, Tokenizer], pocket_mlx_l
     assert tokens[: len(stopped)] == [response.token for response in stopped]
     wrapped = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer)
     wrapped.eos_token_ids = None
-    assert tokens[:50] == [token for token, _ in texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate, 50)]
+    assert tokens[:50] == [
+        token for token, _ in texts(pocket_mlx_lm, wrapped, prompt, mlx_lm.stream_generate, 50)
+    ]
 
 
 def test_ends_can_be_added_and_set(fresh: tuple[Decoder, Tokenizer]) -> None:
@@ -120,7 +126,12 @@ def test_no_end_in_the_models_configuration(tmp_path: Path) -> None:
 def test_ids_of_other_types(pocket: tuple[Decoder, Tokenizer]) -> None:
     tokenizer = pocket[1]
     ids = tokenizer.encode("a fox")
-    assert tokenizer.decode(mx.array(ids)) == tokenizer.decode(np.array(ids)) == tokenizer.decode(tuple(ids)) == "a fox"
+    assert (
+        tokenizer.decode(mx.array(ids))
+        == tokenizer.decode(np.array(ids))
+        == tokenizer.decode(tuple(ids))
+        == "a fox"
+    )
     assert tokenizer.decode(ids[0]) == tokenizer.decode(np.int64(ids[0]))
     assert tokenizer.convert_ids_to_tokens(mx.array(ids)) == tokenizer.convert_ids_to_tokens(ids)
 
@@ -159,7 +170,12 @@ def write_raw(folder: Path, raw: dict[str, Any], *, indent: int | None = None) -
 def raw_tokenizer() -> dict[str, Any]:
     vocabulary = {letter: place for place, letter in enumerate("abcdefgh")} | {"ab": 8, "cd": 9, "abcd": 10}
     by_bytes = {"type": "ByteLevel", "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": ["a b", "c d", "ab cd"], "continuing_subword_prefix": None}
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": ["a b", "c d", "ab cd"],
+        "continuing_subword_prefix": None,
+    }
     return {
         "version": "1.0",
         "added_tokens": [{"id": 11, "content": "<end>", "special": True, **FLAGS}],
@@ -181,20 +197,29 @@ def written_otherwise(raw: dict[str, Any]) -> None:
     raw["pre_tokenizer"]["trim_offsets"] = False
     raw["decoder"]["use_regex"] = False
     raw["added_tokens"][0]["special"] = False
-    raw["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    raw["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
 
 
 STRIP = {"type": "Strip", "content": "x", "start": 1, "stop": 0}
 DIFFERENT: dict[str, Change] = {
     "token 6 is 'h' there and 'g' here": lambda raw: raw["model"]["vocab"].update(g=7, h=6),
-    "token 11 is '<stop>' there and '<end>' here": lambda raw: raw["added_tokens"][0].update(content="<stop>"),
+    "token 11 is '<stop>' there and '<end>' here": lambda raw: raw["added_tokens"][0].update(
+        content="<stop>"
+    ),
     "token 12 is '<more>' there and missing here": lambda raw: raw["added_tokens"].append(MORE),
     "its merges are not the same": lambda raw: raw["model"]["merges"].reverse(),
     "its model is another": lambda raw: raw["model"].update(ignore_merges=True),
     "its added tokens are not the same": lambda raw: raw["added_tokens"][0].update(lstrip=True),
     "its normalizer is another": lambda raw: raw.update(normalizer=None),
     "its pre-tokenizer is another": lambda raw: raw["pre_tokenizer"].update(use_regex=False),
-    "its decoder is another": lambda raw: raw.update(decoder={"type": "Sequence", "decoders": [raw["decoder"], STRIP]}),
+    "its decoder is another": lambda raw: raw.update(
+        decoder={"type": "Sequence", "decoders": [raw["decoder"], STRIP]}
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Tokenizers made to do harm: one line within seconds, no memory of kvant's own process, and the next text works."""
+"""Tokenizers made to do harm: one line within seconds, no memory of kvant's own process, and the next text
+works.
+"""
 
 import json
 import os
@@ -21,7 +23,8 @@ from kvant.errors import KvantError, ModelError, PromptError
 from kvant.text import process as bounded
 from kvant.text.tokenizer import Tokenizer, load_tokenizer
 
-GROWTH = 250_000_000  # bytes: copies of the file or of a text of 32 million characters; not what is made of them
+# bytes: copies of the file or of a text of 32 million characters; not what is made of them
+GROWTH = 250_000_000
 
 
 @contextmanager
@@ -31,7 +34,8 @@ def harmless(kind: type[KvantError], message: str) -> Iterator[None]:
     if watched:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _peak_bytes() if watched else 0
-    with at_most(bounded.TIME_LIMIT_S + 5), pytest.raises(kind, match=message) as caught:  # with a process's start
+    # with a process's start
+    with at_most(bounded.TIME_LIMIT_S + 5), pytest.raises(kind, match=message) as caught:
         yield
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1100
@@ -44,7 +48,9 @@ def _peak_bytes() -> int:
 
 
 def spoiled(folder: Path, family: str, spoil: Callable[[dict[str, Any]], object], **config: Any) -> Path:
-    """A family's folder with another tokenizer.json; ``llama3`` and ``unigram`` are taken as the file says."""
+    """A family's folder with another tokenizer.json; ``llama3`` and ``unigram`` are taken as the file
+    says.
+    """
     path = write_tokenizer(folder, family, **config) / "tokenizer.json"
     raw = json.loads(path.read_text())
     spoil(raw)
@@ -96,7 +102,9 @@ def test_a_text_that_takes_too_much(
     assert tokenizer.encode(harmless_text) == expected
 
 
-def test_a_decoder_that_grows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pocket: tuple[Any, Tokenizer]) -> None:
+def test_a_decoder_that_grows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pocket: tuple[Any, Tokenizer]
+) -> None:
     def grow(raw: dict[str, Any]) -> None:
         raw["decoder"] = {"type": "Sequence", "decoders": [raw["decoder"], *[replace("a", "aa")] * 40]}
 
@@ -144,7 +152,8 @@ def test_a_limit_that_no_parent_switches_off() -> None:
 def test_ctrl_c_during_a_long_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(spoiled(tmp_path, "unigram", pieces_of_a))
     expected = tokenizer.encode("aaa z")
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever runs the tests ignores it
+    # also where whoever runs the tests ignores it
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     try:
@@ -162,4 +171,6 @@ def test_long_texts_that_are_none_the_worse(pocket: tuple[Any, Tokenizer], tmp_p
     for tokenizer in (pocket[1], load_tokenizer(write_tokenizer(tmp_path, "llama3"))):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text
-        assert len(tokenizer.apply_chat_template([{"role": "user", "content": text}], chat_template="{{ messages }}"))
+        assert len(
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], chat_template="{{ messages }}")
+        )

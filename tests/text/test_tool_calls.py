@@ -20,7 +20,8 @@ from kvant.text.tool_forms import Harmony, Hermes, Mistral, MistralArgs, QwenCod
 
 # Chat templates that write messages, tools and calls as the published families do, and little else.
 TEMPLATES = {
-    path.stem: path.read_text("utf-8") for path in (Path(__file__).parents[1] / "data/chat_templates").iterdir()
+    path.stem: path.read_text("utf-8")
+    for path in (Path(__file__).parents[1] / "data/chat_templates").iterdir()
 }
 # The tokenizer of support.tokenizers_made, where its name is another.
 TOKENIZERS = {"qwen3_coder": "qwen3", "mistral_args": "mistral"}
@@ -63,7 +64,9 @@ def made(folder: Path, family: str) -> Path:
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tokenizer, Any]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Tokenizer, Any]:
     """A family, kvant's tokenizer of it, and transformers'."""
     folder = made(tmp_path_factory.mktemp("tools") / request.param, request.param)
     return request.param, loaded(folder), AutoTokenizer.from_pretrained(folder)
@@ -96,14 +99,18 @@ def test_text_and_ids_are_transformers(pair: tuple[str, Tokenizer, Any]) -> None
 def test_roles_of_the_models_own_are_variables(tmp_path: Path) -> None:
     source = "{{ image_token }}{{ boi_token }}{{ eos_token }}{{ video_token is defined }}"
     extra = {"boi_token": "<boi>"}
-    folder = write_tokenizer(tmp_path, "qwen2", chat_template=source, image_token="<image>", extra_special_tokens=extra)
+    folder = write_tokenizer(
+        tmp_path, "qwen2", chat_template=source, image_token="<image>", extra_special_tokens=extra
+    )
     texts = [rendered(each, [USER], {}) for each in (loaded(folder), AutoTokenizer.from_pretrained(folder))]
     assert texts == ["<image><boi><|im_end|>False"] * 2
 
 
 def some_text(rng: random.Random) -> str:
     return "".join(
-        rng.choices([*"a é\U0001f326\"\\\n}]{'1", "[ARGS]", "</tool_call>", "<tool_call>"], k=rng.randrange(1, 8))
+        rng.choices(
+            [*"a é\U0001f326\"\\\n}]{'1", "[ARGS]", "</tool_call>", "<tool_call>"], k=rng.randrange(1, 8)
+        )
     )
 
 
@@ -133,25 +140,34 @@ def test_the_form_is_the_templates_own(pair: tuple[str, Tokenizer, Any]) -> None
         return
     # What a grammar would write begins as the template begins it.
     writing = form.writing
-    said = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": {"text": "x"}}}
+    said = {
+        "id": "abcdefghi",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": {"text": "x"}},
+    }
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [said]}]
     begun = f'{writing.begin}{writing.before_name}look_up{writing.before_arguments}{{"text": "x'
     assert begun in tokenizer.apply_chat_template(messages, [TOOL], tokenize=False)
 
 
 def test_calls_come_back_from_the_template(pair: tuple[str, Tokenizer, Any]) -> None:
-    """An answer, its parts as a client sends them back, the template's text: the same answer is read from it."""
+    """An answer, its parts as a client sends them back, the template's text: the same answer is read from
+    it.
+    """
     family, tokenizer, reference = pair
     form = tool_format(tokenizer)
     assert form is not None
     rng = random.Random(family)
     for _ in range(count(15, 500)):
         given = [some_arguments(rng) for _ in range(rng.randrange(1, 4) if form.several else 1)]
-        if family == "qwen3_coder":  # whitespace at the ends of a value's text, and what follows a value, are its marks
+        # whitespace at the ends of a value's text, and what follows a value, are its marks
+        if family == "qwen3_coder":
             given = [{**each, "text": f"x{each['text']}x"} for each in given]
         named = [{"name": "look_up", "arguments": each} for each in given]
         calls = [{"id": f"abcdefgh{n}", "type": "function", "function": each} for n, each in enumerate(named)]
-        results = [{"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "r"} for call in calls]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "r"} for call in calls
+        ]
         answer: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": calls}
         if family in ("qwen2", "qwen3", "qwen3_coder", "mistral_args"):
             answer["content"] = "Let me see."
@@ -189,14 +205,17 @@ def test_valid_calls_are_those_of_mlx_lm() -> None:
         text = f"look_up[ARGS]{json.dumps(given)}"
         theirs = mistral.parse_tool_call(text)
         assert MistralArgs().calls(f"[TOOL_CALLS]{text}", tools) == [(theirs["name"], theirs["arguments"])]
-        # Their reader of Qwen3-Coder's form loses long integers, and makes numbers of strings that may be null.
+        # Their reader of Qwen3-Coder's form loses long integers, and makes numbers of strings that may be
+        # null.
         plain = {key: value for key, value in given.items() if key not in ("count", "ratio", "maybe", "one")}
         plain["text"] = f"x{given['text']}x"
         shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in plain.items()}
         written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown.items())
         text = f"<function=look_up>\n{written}</function>"
         theirs = qwen3_coder.parse_tool_call(text, [TOOL])
-        assert QwenCoder().calls(f"<tool_call>\n{text}\n</tool_call>", tools) == [(theirs["name"], theirs["arguments"])]
+        assert QwenCoder().calls(f"<tool_call>\n{text}\n</tool_call>", tools) == [
+            (theirs["name"], theirs["arguments"])
+        ]
 
 
 @pytest.mark.parametrize(
@@ -234,20 +253,21 @@ def test_values_of_qwen3_coder(schema: dict[str, Any], text: str, value: Any) ->
 
 
 def test_a_form_that_is_not_known(tmp_path: Path, pocket: tuple[object, Tokenizer]) -> None:
-    """Nothing is guessed: of a template without tools, of none, and of one that writes calls in a form of its own."""
+    """Nothing is guessed: of a template without tools, of none, and of one that writes calls in a form of
+    its own.
+    """
     without = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tool_format(make_tokenizer(tmp_path / "no", "qwen2", chat_template=without)) is None
     assert tool_format(make_tokenizer(tmp_path / "none", "qwen2")) is None
     other = TEMPLATES["qwen2"].replace("tool_call>", "a_call>")
     assert tool_format(make_tokenizer(tmp_path / "other", "qwen2", chat_template=other)) is None
-    seed = TEMPLATES["qwen3_coder"].replace("tool_call>", "seed:tool_call>")  # what is between the marks is known
+    # what is between the marks is known
+    seed = TEMPLATES["qwen3_coder"].replace("tool_call>", "seed:tool_call>")
     assert tool_format(make_tokenizer(tmp_path / "seed", "qwen2", chat_template=seed)) is None
     assert isinstance(tool_format(pocket[1]), Hermes)
 
 
-ARGUMENTS = (
-    "{% for k, v in c.function.arguments.items() %}KEY{{ k }}VALUE{{ v if v is string else v | tojson }}END{% endfor %}"
-)
+ARGUMENTS = "{% for k, v in c.function.arguments.items() %}KEY{{ k }}VALUE{{ v if v is string else v | tojson }}END{% endfor %}"
 WRITTEN = {  # as the templates of GLM 4.5, MiniMax M2, DeepSeek V3 and V3.1 write calls
     "glm": (
         "\n<tool_call>{{ c.function.name }}\n"
@@ -258,7 +278,9 @@ WRITTEN = {  # as the templates of GLM 4.5, MiniMax M2, DeepSeek V3 and V3.1 wri
     ),
     "minimax": (
         '<minimax:tool_call>\n<invoke name="{{ c.function.name }}">\n'
-        + ARGUMENTS.replace("KEY", '<parameter name="').replace("VALUE", '">').replace("END", "</parameter>\n")
+        + ARGUMENTS.replace("KEY", '<parameter name="')
+        .replace("VALUE", '">')
+        .replace("END", "</parameter>\n")
         + "</invoke>\n</minimax:tool_call>"
     ),
     "deepseek": (
@@ -295,9 +317,8 @@ def test_forms_between_marks(tmp_path: Path, name: str) -> None:
     written = WRITTEN[name].replace("MARK", "\uff5ctool\u2581").replace("BAR", "\u2581")
     written = re.sub("(begin|end|sep)>", "\\1\uff5c>", written) if "deepseek" in name else written
     template = (
-        "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
-        + written
-        + "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or "
+        "[] %}" + written + "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     tokenizer = make_tokenizer(tmp_path, "qwen2", chat_template=template)
     form = tool_format(tokenizer)
@@ -328,7 +349,8 @@ def test_a_prompt_that_begins_the_answer_hides_no_calls(tmp_path: Path, ends: st
     template = (
         "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{% for c in m.tool_calls or [] %}"
-        '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+        '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson '
+        "}}}\n</tool_call>"
         "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
         + ends
         + "{% endif %}"
@@ -362,10 +384,15 @@ def test_calls_of_gpt_oss(tmp_path: Path, size: int) -> None:
         assert parts.pop() == CallPart("note", to_json(json.loads(CALLED))), text
         texts = [part.text for part in parts if isinstance(part, TextPart)]
         assert "".join(texts) == "".join(said)
-    for text in ("<|channel|>commentary to=functions.other <|message|>{}", " to=functions.note and so on", " to=x"):
+    for text in (
+        "<|channel|>commentary to=functions.other <|message|>{}",
+        " to=functions.note and so on",
+        " to=x",
+    ):
         splitter = AnswerParts(tokenizer, "<|start|>assistant", [tool], Harmony())
         told = [*splitter.add(text), *splitter.finish()]
         assert all(isinstance(part, TextPart) for part in told)
         assert "".join(part.text for part in told if isinstance(part, TextPart)) == text
     splitter = AnswerParts(tokenizer, "<|start|>assistant", [tool], Harmony())
-    assert splitter.add("It goes to=functions.note, " + "as I said. " * 60)  # what is no call is not held back for ever
+    # what is no call is not held back for ever
+    assert splitter.add("It goes to=functions.note, " + "as I said. " * 60)

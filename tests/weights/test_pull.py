@@ -46,12 +46,16 @@ def test_pulled_verified_and_used_offline(machine: Machine, hub: Hub, files: dic
     why = machine.run("find", REPOSITORY, "main", **offline).stdout  # pinned under the name it was pulled by
     assert why == f"{REPOSITORY}@main is not here; `kvant pull {REPOSITORY}@main` fetches it\n"
     assert "HF_HUB_OFFLINE keeps it" in machine.refuses("pull", "somebody/other", **offline)
-    assert "`kvant pull somebody/other` fetches it" in machine.refuses(*prompt, "--model", "somebody/other", **offline)
+    assert "`kvant pull somebody/other` fetches it" in machine.refuses(
+        *prompt, "--model", "somebody/other", **offline
+    )
     assert len(hub.requests) == count
 
 
 def test_a_progress_bar_on_a_terminal(machine: Machine) -> None:
-    with Terminal("pull", REPOSITORY, columns=160, **machine.environment | {"HF_HUB_OFFLINE": "0"}) as terminal:
+    with Terminal(
+        "pull", REPOSITORY, columns=160, **machine.environment | {"HF_HUB_OFFLINE": "0"}
+    ) as terminal:
         terminal.wait_for("model.safetensors: 100%|")
         terminal.wait_for(f"snapshots/{machine.hub.branches[REPOSITORY]['main']}")
 
@@ -94,7 +98,9 @@ def test_two_pulls_at_once(machine: Machine, hub: Hub, files: dict[str, bytes]) 
 
 
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS])
-def test_content_that_is_not_what_was_stated(machine: Machine, hub: Hub, files: dict[str, bytes], name: str) -> None:
+def test_content_that_is_not_what_was_stated(
+    machine: Machine, hub: Hub, files: dict[str, bytes], name: str
+) -> None:
     data = files[name]
     hub.sent[name] = data[:-1] + bytes([data[-1] ^ 1])
     kind, digest = ("sha256", sha256) if name == WEIGHTS else ("git blob id", git_id)
@@ -121,17 +127,23 @@ def test_content_of_another_size(machine: Machine, hub: Hub, files: dict[str, by
 
 
 def test_a_listed_model(machine: Machine, hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
-    """What weights.toml knows is held against the hub's listing before a byte, and against every file after."""
+    """What weights.toml knows is held against the hub's listing before a byte, and against every file
+    after.
+    """
     commit = hub.branches[REPOSITORY]["main"]
     moved = hub.add(REPOSITORY, files | {"generation_config.json": b"{}"})
     wrong, right = sha256(b""), sha256(files[WEIGHTS])
 
     def listed(of: str = "", **changes: object) -> dict[str, Any]:
-        lines = [f'[models.small]\nrepository = "{REPOSITORY}"\nrevision = "{commit}"\nlicense = "mit"\nfiles = [']
+        lines = [
+            f'[models.small]\nrepository = "{REPOSITORY}"\nrevision = "{commit}"\nlicense = "mit"\nfiles = ['
+        ]
         for each in ("config.json", WEIGHTS):
             facts = {"name": each, "bytes": len(files[each]), "sha256": sha256(files[each])}
             facts |= changes if each == of else {}
-            lines.append("  { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in facts.items()) + " },")
+            lines.append(
+                "  { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in facts.items()) + " },"
+            )
         path = tmp_path / "weights.toml"
         path.write_text("\n".join([*lines, "]", "[models.small.config]", "num_hidden_layers = 4"]))
         return {"patches": {"kvant.weights.known.PLACES": f"(Path({str(path)!r}),)"}}
@@ -163,7 +175,8 @@ def test_a_branch_that_moved(machine: Machine, hub: Hub, files: dict[str, bytes]
     done = machine.run("pull", REPOSITORY)
     assert (done.returncode, done.stdout) == (0, f"{folder}\n")
     assert (
-        f"upstream moved from {old} to {new}; the former stays until `kvant pull {REPOSITORY} --update`" in done.stderr
+        f"upstream moved from {old} to {new}; the former stays until `kvant pull {REPOSITORY} --update`"
+        in done.stderr
     )
     assert json.loads(machine.lock.read_text())["pins"] == {"": old}
     assert machine.pull(REPOSITORY, "--update").name == new
@@ -196,7 +209,8 @@ def test_a_file_that_changed_on_disk(machine: Machine, files: dict[str, bytes]) 
     assert f"{path}: no such file" in (machine.resolves() or "")
     machine.pull(REPOSITORY)
     assert "5 files are as they were verified" in machine.run("pull", "--verify", REPOSITORY).stderr
-    shared = machine.home / "hf" / "hub" / "blobs" / "ab" / "abc"  # where huggingface_hub keeps what repositories share
+    # where huggingface_hub keeps what repositories share
+    shared = machine.home / "hf" / "hub" / "blobs" / "ab" / "abc"
     shared.parent.mkdir(parents=True)
     path.resolve().rename(shared)
     blob.symlink_to(shared)
@@ -293,7 +307,9 @@ def test_remote_facts(machine: Machine, hub: Hub, files: dict[str, bytes]) -> No
 
 
 def test_huggingface_hub_finds_what_was_pulled(machine: Machine, hub: Hub) -> None:
-    """By commit and branch: so mlx-lm loads it, offline, too; and kvant takes what huggingface_hub fetched."""
+    """By commit and branch: so mlx-lm loads it, offline, too; and kvant takes what huggingface_hub
+    fetched.
+    """
     folder = machine.pull(REPOSITORY)
     code = """if True:
         import json, sys
@@ -344,7 +360,10 @@ LISTINGS = [
 ]
 ENTRIES: list[tuple[dict[str, object], str]] = [
     *(({"size": size}, "with the size ") for size in (None, -1, True, 574.0, "574", 10**400, 2**40 + 1, {})),
-    *(({"blobId": value}, "expected 40 hexadecimal digits") for value in ("../../x", "0" * 41, "A" * 40, 10**39)),
+    *(
+        ({"blobId": value}, "expected 40 hexadecimal digits")
+        for value in ("../../x", "0" * 41, "A" * 40, 10**39)
+    ),
     ({"blobId": None}, "the hub states no digest of config.json"),
     ({"lfs": {"sha256": "../../x", "size": 1, "pointerSize": 1}}, "expected 64 hexadecimal digits"),
     ({"lfs": {"size": 1}}, "cannot be pulled: "),
@@ -353,7 +372,8 @@ ENTRIES: list[tuple[dict[str, object], str]] = [
 
 
 def test_odd_listings(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
-    hub.add(REPOSITORY, files | {"../../../escaped.safetensors": b"", "/etc/escaped.json": b""})  # never asked for
+    # never asked for
+    hub.add(REPOSITORY, files | {"../../../escaped.safetensors": b"", "/etc/escaped.json": b""})
 
     def refused(line: str) -> None:
         said = machine.refuses("pull", REPOSITORY)
@@ -389,7 +409,16 @@ def test_no_header_chooses_a_path(machine: Machine, hub: Hub, files: dict[str, b
     commit, before = hub.branches[REPOSITORY]["main"], _paths(machine)
     right = sha256(files[name]) if name == WEIGHTS else git_id(files[name])
     other = git_id(files[name]) if name == WEIGHTS else sha256(files[name])
-    tags = [OUTSIDE, str(machine.home / "escaped"), "escaped", "..", other, right.upper(), right[:-1], "0" * 64]
+    tags = [
+        OUTSIDE,
+        str(machine.home / "escaped"),
+        "escaped",
+        "..",
+        other,
+        right.upper(),
+        right[:-1],
+        "0" * 64,
+    ]
     answers = [{"X-Linked-Etag": f'"{tag}"'} for tag in tags]
     answers += [{"X-Linked-Etag": "", "ETag": f'"{tag}"'} for tag in tags]
     answers += [{"X-Repo-Commit": value} for value in (OUTSIDE, "0" * 40, commit.upper(), "main")]
@@ -414,7 +443,9 @@ def test_no_header_chooses_a_path(machine: Machine, hub: Hub, files: dict[str, b
     assert machine.resolves() is None
 
 
-def test_xet_is_for_hugging_face_alone(machine: Machine, hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_xet_is_for_hugging_face_alone(
+    machine: Machine, hub: Hub, files: dict[str, bytes], tmp_path: Path
+) -> None:
     """Its client writes whatever comes, so that a hub's headers do not lead to it."""
     hub.headers[WEIGHTS] = {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": f"{hub.endpoint}/xet"}
     machine.pull(REPOSITORY)
@@ -423,7 +454,9 @@ def test_xet_is_for_hugging_face_alone(machine: Machine, hub: Hub, files: dict[s
     machine.empty()
     (tmp_path / "content").write_bytes(files[WEIGHTS])
     copy = f"lambda **given: shutil.copy({str(tmp_path / 'content')!r}, given['incomplete_path'])"
-    imports = "__import__('unittest.mock').mock.create_autospec(__import__('huggingface_hub').file_download.xet_get"
+    imports = (
+        "__import__('unittest.mock').mock.create_autospec(__import__('huggingface_hub').file_download.xet_get"
+    )
     xet = {"huggingface_hub.file_download.xet_get": f"{imports}, side_effect={copy})"}
     folder = machine.pull(REPOSITORY, patches=xet | {"kvant.weights.hub.HUGGING_FACE": repr(hub.endpoint)})
     assert len(hub.fetched(WEIGHTS)) == 1
@@ -454,7 +487,9 @@ def test_what_does_not_end_is_left(machine: Machine, hub: Hub, files: dict[str, 
 
 
 def test_a_connection_that_always_breaks(machine: Machine, hub: Hub) -> None:
-    """Each second answer, from the beginning, brought more than the one before: it was asked for without end."""
+    """Each second answer, from the beginning, brought more than the one before: it was asked for without
+    end.
+    """
     hub.cuts[WEIGHTS] = [300, 200]
     assert WEIGHTS in machine.refuses("pull", REPOSITORY)
     assert len(hub.fetched(WEIGHTS)) < 10
@@ -473,20 +508,26 @@ def test_a_listing_of_many_names(machine: Machine, hub: Hub) -> None:
         siblings = [{"rfilename": name, "size": 1, "blobId": "0" * 40} for name in names]
         hub.listing = json.dumps({"id": REPOSITORY, "sha": commit, "siblings": siblings}).encode()
         assert line in machine.refuses("pull", REPOSITORY, PRELUDE=limit)
-    never = [{"rfilename": f"onnx/{number}.json"} for number in range(20_000)]  # not pulled, so they do not count
+    # not pulled, so they do not count
+    never = [{"rfilename": f"onnx/{number}.json"} for number in range(20_000)]
     hub.listing = json.dumps({"id": REPOSITORY, "sha": commit, "siblings": never}).encode()
     assert "no config.json and safetensors" in machine.refuses("pull", REPOSITORY, PRELUDE=limit)
 
 
 def test_settings_that_cannot_be(machine: Machine) -> None:
     """huggingface_hub itself ends in a traceback."""
-    for variable, line in (("HF_HUB_ETAG_TIMEOUT", "HF_HUB_ETAG_TIMEOUT is '10 s'"), ("HF_ENDPOINT", REPOSITORY)):
+    for variable, line in (
+        ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_ETAG_TIMEOUT is '10 s'"),
+        ("HF_ENDPOINT", REPOSITORY),
+    ):
         assert line in machine.refuses("pull", REPOSITORY, **{variable: "10 s"})
 
 
 def test_models_shows_whatever_was_pulled(machine: Machine, hub: Hub) -> None:
     shape = b'{"num_hidden_layers": %s, "num_attention_heads": 9, "hidden_size": 576}'
-    configs = [shape % value for value in (b'"9"', b"1e999", b"NaN", b"true", b"[9]", b"1" + b"0" * 400, b"null")]
+    configs = [
+        shape % value for value in (b'"9"', b"1e999", b"NaN", b"true", b"[9]", b"1" + b"0" * 400, b"null")
+    ]
     configs += [
         b'{"num_hidden_layers": 9, "num_attention_heads": 1, "head_dim": 3000000000, "max_position_embeddings": 1e999}',
         b'{"num_hidden_layers": 9, "num_attention_heads": 9, "hidden_size": 576, "num_key_value_heads": "x"}',
@@ -502,7 +543,12 @@ def test_models_shows_whatever_was_pulled(machine: Machine, hub: Hub) -> None:
     rows = {row["name"]: row for row in json.loads(done.stdout)}
     for name, size in sizes.items():
         row = rows[name]
-        assert (row["cache_bytes_per_token"], row["context"], row["here"], row["bytes"]) == (None, None, "yes", size)
+        assert (row["cache_bytes_per_token"], row["context"], row["here"], row["bytes"]) == (
+            None,
+            None,
+            "yes",
+            size,
+        )
     assert machine.run("models").returncode == 0
 
 
@@ -512,8 +558,11 @@ def test_a_file_in_a_subfolder(machine: Machine, hub: Hub, files: dict[str, byte
     folder = machine.pull(REPOSITORY)
     assert not (folder / "additional_chat_templates").exists()
     assert machine.resolves() is None
-    for name in ("Additional_Chat_Templates", "ADDED_TOKENS.JSON"):  # on a disk where capital letters do not count
+    # on a disk where capital letters do not count
+    for name in ("Additional_Chat_Templates", "ADDED_TOKENS.JSON"):
         (folder / name).mkdir()
-        assert f"{name}: not among the files that were pulled and verified; remove it" in (machine.resolves() or "")
+        assert f"{name}: not among the files that were pulled and verified; remove it" in (
+            machine.resolves() or ""
+        )
         assert "1 of 6 files are wrong" in machine.refuses("pull", "--verify")
         (folder / name).rmdir()

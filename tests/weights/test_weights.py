@@ -1,4 +1,6 @@
-"""weights.toml, references to models, and the lock; and `kvant rm` in the cache shared with huggingface_hub."""
+"""weights.toml, references to models, and the lock; and `kvant rm` in the cache shared with
+huggingface_hub.
+"""
 
 import hashlib
 import json
@@ -43,7 +45,12 @@ REST: dict[str, dict[str, Any]] = {
     | {"attention_bias": False, "max_window_layers": 28, "rope_scaling": None, "rope_theta": 1000000}
     | {"sliding_window": None, "transformers_version": "4.51.0"},
     "llama": COMMON
-    | {"attention_bias": False, "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "mlp_bias": False}
+    | {
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "mlp_bias": False,
+    }
     | {"pretraining_tp": 1, "transformers_version": "4.45.0.dev0"},
     "mistral": COMMON
     | {"bos_token_id": 1, "eos_token_id": 2, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
@@ -58,7 +65,9 @@ def test_every_entry_can_be_used() -> None:
         assert FORM.fullmatch(model.repository)
         assert COMMIT.fullmatch(model.revision)
         assert all(is_wanted(file.name) for file in model.files)
-        assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {file.name for file in model.files}
+        assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {
+            file.name for file in model.files
+        }
         for file in model.files:
             assert file.bytes is None or file.bytes > 0
             assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
@@ -123,8 +132,27 @@ def test_references(text: str, revision: str | None, expected: tuple[str | None,
     assert weights.parse_reference(str(reference)) == reference
 
 
-BAD = ["", "x", "a/b/c", "/a/b", "../a", "a/..", "a/b..c", "a/.b", "a/b--c", "a/b.git", "a/b-", "a b/c", "a/b\0", "ä/b"]
-BAD += ["~/a", "a\\b/c", *(f"a/b@{revision}" for revision in ("", "../x", "/x", "x//y", "x y", "-x", "c" * 129))]
+BAD = [
+    "",
+    "x",
+    "a/b/c",
+    "/a/b",
+    "../a",
+    "a/..",
+    "a/b..c",
+    "a/.b",
+    "a/b--c",
+    "a/b.git",
+    "a/b-",
+    "a b/c",
+    "a/b\0",
+    "ä/b",
+]
+BAD += [
+    "~/a",
+    "a\\b/c",
+    *(f"a/b@{revision}" for revision in ("", "../x", "/x", "x//y", "x y", "-x", "c" * 129)),
+]
 BAD += ["a/" + "b" * 97]
 
 
@@ -172,7 +200,12 @@ def test_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_lock("a/b") == lock
     assert read_lock("a/c") == Lock("a/c")
     good = path.read_text()
-    changes = [(good, "["), (good, "[]"), ('"format": 1', '"format": 2'), ('"config.json"', '"../config.json"')]
+    changes = [
+        (good, "["),
+        (good, "[]"),
+        ('"format": 1', '"format": 2'),
+        ('"config.json"', '"../config.json"'),
+    ]
     for old, new in [*changes, (commit, "../.."), ('"bytes": 2', '"bytes": null'), ('"": ', '"../x": ')]:
         path.write_text(good.replace(old, new))
         with pytest.raises(WeightsError, match="not a lock that kvant wrote; remove it and pull a/b again"):
@@ -214,7 +247,9 @@ def test_digests_are_those_of_git_and_sha256sum(blob: Path, data: bytes) -> None
 
 
 @pytest.mark.parametrize("what", ["the blob", "the link", "a pipe", "in place"])
-def test_a_file_that_is_swapped_while_it_is_measured(blob: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_file_that_is_swapped_while_it_is_measured(
+    blob: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     """Of the same size and time: only which file it is tells."""
     state, link = blob.stat(), snapshot_of(blob) / "x.json"
     other = blob.with_name("1")
@@ -238,7 +273,9 @@ def test_a_file_that_is_swapped_while_it_is_measured(blob: Path, monkeypatch: py
         return found
 
     monkeypatch.setattr(hashlib, "file_digest", swap)
-    with pytest.raises(WeightsError, match=r"x\.json: (written to or replaced while it was read|not a regular file)"):
+    with pytest.raises(
+        WeightsError, match=r"x\.json: (written to or replaced while it was read|not a regular file)"
+    ):
         measure(snapshot_of(blob), "x.json")
 
 
@@ -246,7 +283,9 @@ def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_
     model, _ = pocket
     stated = cache_bytes(json.loads((pocket_folder / "config.json").read_text()))
     for bits in (8, 4):
-        caches = [model.make_cache(size, kv_bits=bits, kv_group_size=32, bias_split=False) for size in (256, 512)]
+        caches = [
+            model.make_cache(size, kv_bits=bits, kv_group_size=32, bias_split=False) for size in (256, 512)
+        ]
         short, long = (sum(layer.nbytes for layer in cache) for cache in caches)
         assert (long - short) / 256 == stated[bits]
     assert stated[16] == 2 * stated[8] / (1 + 2 / 32)
@@ -298,7 +337,9 @@ def test_what_another_commit_needs_stays(machine: Machine, hub: Hub, files: dict
     assert not machine.lock.exists()
 
 
-def test_a_link_out_of_the_cache_is_not_followed_to_remove(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+def test_a_link_out_of_the_cache_is_not_followed_to_remove(
+    machine: Machine, hub: Hub, files: dict[str, bytes]
+) -> None:
     """Another program made it, of an ETag that names a file of the user's."""
     first = machine.pull(REPOSITORY)
     hub.add(REPOSITORY, files | {"config.json": files["config.json"] + b"\n"})

@@ -1,7 +1,8 @@
 """The architectures of mlx-lm that kvant loads, by name.
 
-A name that is not here is refused, so a new mlx-lm brings in nothing that nobody tried. tests/bridge/test_allow_list.py
-holds the names and the remapping against the installed mlx-lm; docs/data/architectures.md says what was measured.
+A name that is not here is refused, so a new mlx-lm brings in nothing that nobody tried.
+tests/bridge/test_allow_list.py holds the names and the remapping against the installed mlx-lm;
+docs/data/architectures.md says what was measured.
 """
 
 from collections.abc import Mapping
@@ -14,9 +15,10 @@ _NAMES = """
     afm7 afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 bitnet cohere
     cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4
     exaone_moe falcon_h1 gear gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text glm glm4 glm4_moe
-    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid helium
-    hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder jamba kimi_k25 kimi_k3 kimi_linear kimi_vl
-    Klear laguna lfm2 lfm2-vl lfm2_moe lille-130m llama llama4 llama4_text longcat_flash longcat_flash_ngram
+    glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid
+    helium hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder jamba kimi_k25 kimi_k3 kimi_linear
+    kimi_vl Klear laguna lfm2 lfm2-vl lfm2_moe lille-130m llama llama4 llama4_text longcat_flash
+    longcat_flash_ngram
     mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 minimax minimax_m3_vl ministral3 mistral3 mistral4
     mixtral muse_glimmer muse_spark nanbeige nanochat nemotron nemotron-nas nemotron_h olmo2 olmo3 olmo_hybrid
     olmoe openelm phi phi3 phi3small phimoe phixtral pixtral plamo plamo2 plamo3 prism_hadamard_qwen35 qwen
@@ -40,8 +42,9 @@ ONE_AT_A_TIME = {
     **dict.fromkeys(NEEDS_METAL, "needs Metal, where no step of several sequences was tried"),
 }
 
-# mlx_lm.utils.MODEL_REMAPPING and MODEL_ARCHITECTURE_REMAPPING of 0.32.2. Written again, because an entry that a new
-# version adds must not open a way in, and because listing the architectures must not import mlx-lm.
+# mlx_lm.utils.MODEL_REMAPPING and MODEL_ARCHITECTURE_REMAPPING of 0.32.2. Written again, because an entry
+# that a new version adds must not open a way in, and because listing the architectures must not import
+# mlx-lm.
 REMAPPED = {
     "deepseek_v41_text": "deepseek_v41",
     "falcon_mamba": "mamba",

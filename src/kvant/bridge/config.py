@@ -1,4 +1,6 @@
-"""config.json of a model that mlx-lm's class computes: checked before that class sees it, and what it then says."""
+"""config.json of a model that mlx-lm's class computes: checked before that class sees it, and what it then
+says.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -12,8 +14,8 @@ from kvant.fields import MAX_SIZE, check_lengths, shown, size, token_ids
 from kvant.files import read_json, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 
-# mlx-lm's class makes its layers, and some classes an object for each expert or a number for each head, before a tensor
-# is looked at. A loop over them ends soon, and no published model has a quarter of these.
+# mlx-lm's class makes its layers, and some classes an object for each expert or a number for each head,
+# before a tensor is looked at. A loop over them ends soon, and no published model has a quarter of these.
 MAX_LAYERS, MAX_EXPERTS, MAX_HEADS, MAX_OF_ALL_LAYERS = 1024, 4096, 4096, 2**17
 MAX_KEYS = 4096  # of an object: mlx-lm's classes look at them one by one
 MAX_COUNT = 64  # of what else classes loop over
@@ -31,7 +33,8 @@ class BridgedConfig:
     vocab_size: int
     max_position_embeddings: int | None  # config.json's, or the class's own default; None: neither has one
     eos_token_ids: tuple[int, ...] = ()
-    experts_used: int | None = None  # of each layer's, those that a token goes through; None: not known, or no experts
+    # of each layer's, those that a token goes through; None: not known, or no experts
+    experts_used: int | None = None
 
 
 def is_bridged(raw: Mapping[str, Any]) -> bool:
@@ -56,7 +59,9 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def check(raw: Mapping[str, Any]) -> None:
-    """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate without end."""
+    """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate
+    without end.
+    """
     read = {key: value for key, value in raw.items() if key not in LONG}
     check_lengths(read, lists=MAX_LAYERS, objects=MAX_KEYS)
     refuse_code(raw, "config.json")
@@ -64,7 +69,9 @@ def check(raw: Mapping[str, Any]) -> None:
     for key, value in _values(read):
         if isinstance(value, str):  # a letter for each layer
             if len(value) > MAX_LAYERS:
-                raise ModelError(f"config.json: {key} has a length of {len(value)}; expected at most {MAX_LAYERS}")
+                raise ModelError(
+                    f"config.json: {key} has a length of {len(value)}; expected at most {MAX_LAYERS}"
+                )
             continue
         if "theta" in key or "token" in key:  # a base of angles; an id
             continue

@@ -1,4 +1,6 @@
-"""mlx-lm's linear layers on a CPU, whose products of a few rows are BLAS's products of a matrix and a vector."""
+"""mlx-lm's linear layers on a CPU, whose products of a few rows are BLAS's products of a matrix and a
+vector.
+"""
 
 from collections.abc import Collection
 
@@ -9,8 +11,9 @@ from mlx.nn.layers.linear import Linear
 from kvant.models.gemv import serves
 from kvant.models.matrix import DenseMatrix
 
-# A token of mlx-lm's llama took 0.48 of the time with hidden 1,536 and as long as before with 576, whose matrices are
-# smaller than this (measured on 2 cores). Each of these models' projections is an evaluation of its own.
+# A token of mlx-lm's llama took 0.48 of the time with hidden 1,536 and as long as before with 576, whose
+# matrices are smaller than this (measured on 2 cores). Each of these models' projections is an evaluation of
+# its own.
 FROM_ELEMENTS = 1024 * 1024
 
 

@@ -1,7 +1,8 @@
-"""A model folder to mlx-lm's model: kvant's checks, mlx-lm's class by the allow-list, and weights that fit it.
+"""A model folder to mlx-lm's model: kvant's checks, mlx-lm's class by the allow-list, and weights that fit
+it.
 
-Nothing of the folder is executed. Modules are made lazily: an array is computed once every name, shape and dtype is
-known to be right. What mlx-lm's code raises on the way becomes one line of kvant's.
+Nothing of the folder is executed. Modules are made lazily: an array is computed once every name, shape and
+dtype is known to be right. What mlx-lm's code raises on the way becomes one line of kvant's.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +31,8 @@ from kvant.tensor_header import BITS
 from kvant.threads import check_process
 
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; mlx-lm computes them
-# Quantizations that other libraries wrote and mlx-lm's classes unpack: MLX's own formats, and float8 in blocks.
+# Quantizations that other libraries wrote and mlx-lm's classes unpack: MLX's own formats, and float8 in
+# blocks.
 FOREIGN_METHODS = ("mxfp4", "mxfp8", "fp8")
 
 TIED = "tie_word_embeddings"
@@ -44,23 +46,27 @@ Weights = dict[str, mx.array]
 def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> BridgedModel:
     """Load a folder of an architecture that mlx-lm has and kvant has not.
 
-    On a CPU activations and all floating-point weights have float32. On a GPU they keep the checkpoint's dtype.
-    ``progress`` is called with (layers loaded, layers in all). An ``adapter`` is refused.
+    On a CPU activations and all floating-point weights have float32. On a GPU they keep the checkpoint's
+    dtype. ``progress`` is called with (layers loaded, layers in all). An ``adapter`` is refused.
     """
     check_process()
     if adapter is not None:
-        raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
+        raise ModelError(
+            f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's"
+        )
     model, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu)
     evaluate(model, folder, progress)
     return BridgedModel(model, config, main_dtype(model))
 
 
-def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True) -> tuple[Module, BridgedConfig]:
+def check_bridged(
+    folder: Path, *, in_float32: bool = False, whole: bool = True
+) -> tuple[Module, BridgedConfig]:
     """mlx-lm's model with the folder's weights, which fit it and of which none has been read.
 
     Args:
-        in_float32: it computes in float32. Floats are cast before mlx-lm's class rearranges them: it adds 1 to the
-            weights of some norms, which half precision would round.
+        in_float32: it computes in float32. Floats are cast before mlx-lm's class rearranges them: it adds 1
+            to the weights of some norms, which half precision would round.
         whole: this machine is to hold all of them.
     """
     if not folder.is_dir():
@@ -87,8 +93,8 @@ def check_bridged(folder: Path, *, in_float32: bool = False, whole: bool = True)
 def settle_head(raw: Mapping[str, Any], tensors: TensorFiles) -> Mapping[str, Any]:
     """Return config.json as the stored tensors say it: a head that differs from the embedding is not tied.
 
-    mlx-lm's classes drop it where config.json, or their own default, ties it. A head without an embedding is renamed
-    to be the embedding. Where a head is no other than the embedding, config.json stays as it is.
+    mlx-lm's classes drop it where config.json, or their own default, ties it. A head without an embedding is
+    renamed to be the embedding. Where a head is no other than the embedding, config.json stays as it is.
     """
     head, embedding = _ends(tensors)
     text = raw.get("text_config")
@@ -107,7 +113,9 @@ def settle_head(raw: Mapping[str, Any], tensors: TensorFiles) -> Mapping[str, An
 
 def _ends(tensors: TensorFiles) -> tuple[str | None, str | None]:
     """The paths of the stored head and embedding; that of a part for text is the shortest of several."""
-    paths = sorted((name.removesuffix(".weight") for name in tensors.names if name.endswith(".weight")), key=len)
+    paths = sorted(
+        (name.removesuffix(".weight") for name in tensors.names if name.endswith(".weight")), key=len
+    )
     heads = (path for path in paths if path.rpartition(".")[2] == "lm_head")
     embeddings = (path for path in paths if path.rpartition(".")[2] in EMBEDDINGS)
     return next(heads, None), next(embeddings, None)
@@ -116,11 +124,15 @@ def _ends(tensors: TensorFiles) -> tuple[str | None, str | None]:
 def _is_copy(head: str, tensors: TensorFiles) -> bool:
     """Whether a head of floats is the embedding once more."""
     _, embedding = _ends(tensors)
-    return stored_parts(head, tensors) == PARTS[:1] and tensors.are_same(f"{head}.weight", f"{embedding}.weight")
+    return stored_parts(head, tensors) == PARTS[:1] and tensors.are_same(
+        f"{head}.weight", f"{embedding}.weight"
+    )
 
 
 def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
-    """mlx-lm's model of a config.json that :func:`kvant.bridge.config.check` let pass; no array of it is computed."""
+    """mlx-lm's model of a config.json that :func:`kvant.bridge.config.check` let pass; no array of it is
+    computed.
+    """
     name = module_name(raw)
     if name in NEEDS_METAL and not mx.metal.is_available():
         raise ModelError(
@@ -130,7 +142,8 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
         module = import_module(f"mlx_lm.models.{name}")
         args = module.ModelArgs.from_dict(translated(for_mlx_lm(raw), name))
         model: Module = module.Model(args)
-        entries = probe(model)  # a call that is never evaluated: settings that fit each other badly show there
+        # a call that is never evaluated: settings that fit each other badly show there
+        entries = probe(model)
     _check_layers(entries)
     model.eval()
     return model, read_config(raw, args)
@@ -141,9 +154,13 @@ def _check_layers(entries: Sequence[Entry]) -> None:
     for leaf in leaves_of(entries, Attention):
         for what, value in (("window", leaf.window), ("chunk", leaf.chunk)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ModelError(f"config.json: a layer has a {what} of {shown(value)} tokens; expected an int from 1")
+                raise ModelError(
+                    f"config.json: a layer has a {what} of {shown(value)} tokens; expected an int from 1"
+                )
         if leaf.num_kv_heads < 1 or leaf.key_dim < 1:
-            raise ModelError(f"config.json: a layer has {leaf.num_kv_heads} kv heads of {leaf.key_dim} numbers")
+            raise ModelError(
+                f"config.json: a layer has {leaf.num_kv_heads} kv heads of {leaf.key_dim} numbers"
+            )
 
 
 def describe_formats(raw: Mapping[str, Any]) -> str:
@@ -166,7 +183,11 @@ def quantize_modules(model: Module, raw: Mapping[str, Any], weights: Weights | N
     def chosen(path: str, module: Module) -> bool | dict[str, Any]:
         can, own = hasattr(module, "to_quantized"), overrides.get(path, default)
         if weights is None:
-            return own.form if own is not None and can and module.weight.shape[-1] % own.group_size == 0 else False
+            return (
+                own.form
+                if own is not None and can and module.weight.shape[-1] % own.group_size == 0
+                else False
+            )
         if path not in overrides:
             own = _format_of(path, module, weights) if can and f"{path}.scales" in weights else None
         if own is None:
@@ -178,8 +199,12 @@ def quantize_modules(model: Module, raw: Mapping[str, Any], weights: Weights | N
 
 
 def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, in_float32: bool) -> None:
-    """Put the folder's tensors into the model, as mlx-lm's load_model does; they are read when they are computed."""
-    weights: Weights = {name: tensors.take(name, tensors.shape(name), tuple(BITS)) for name in sorted(tensors.names)}
+    """Put the folder's tensors into the model, as mlx-lm's load_model does; they are read when they are
+    computed.
+    """
+    weights: Weights = {
+        name: tensors.take(name, tensors.shape(name), tuple(BITS)) for name in sorted(tensors.names)
+    }
     if in_float32:
         weights = {name: _float32(array) for name, array in weights.items()}
     sanitize = getattr(model, "sanitize", None)  # an optional part of mlx-lm's models
@@ -195,9 +220,13 @@ def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, i
 
 
 def _formats(raw: Mapping[str, Any]) -> tuple[Quantization | None, Mapping[str, Quantization | None]]:
-    """As :func:`kvant.models.quantization.read_quantization`, with what mlx-lm reads beside MLX's own formats."""
+    """As :func:`kvant.models.quantization.read_quantization`, with what mlx-lm reads beside MLX's own
+    formats.
+    """
     text = raw.get("text_config")
-    foreign = raw.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    foreign = raw.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, dict) else None
+    )
     if raw.get("quantization") or not isinstance(foreign, dict) or "quant_method" not in foreign:
         return read_quantization(raw)
     method = foreign["quant_method"]
@@ -217,7 +246,8 @@ def _format_of(path: str, module: Module, weights: Weights) -> Quantization:
     found = format_of_shapes(width, words.shape[-1], scales.shape[-1], in_bytes=scales.dtype == mx.uint8)
     if found is None:
         raise CheckpointError(
-            f"{path}: {words.shape[-1]} words and {scales.shape[-1]} scales for {width} values; MLX has no such format"
+            f"{path}: {words.shape[-1]} words and {scales.shape[-1]} scales for {width} values; MLX has no "
+            f"such format"
         )
     return found
 
@@ -237,7 +267,9 @@ def _check(model: Module, weights: Weights) -> None:
     for name, array in weights.items():
         own = expected[name]
         if array.shape != own.shape:
-            raise CheckpointError(f"tensor {name} has shape {tuple(array.shape)}; expected {tuple(own.shape)}")
+            raise CheckpointError(
+                f"tensor {name} has shape {tuple(array.shape)}; expected {tuple(own.shape)}"
+            )
         given, wanted = (
             "a float" if mx.issubdtype(dtype, mx.floating) else str(dtype).removeprefix("mlx.core.")
             for dtype in (array.dtype, own.dtype)
@@ -269,14 +301,18 @@ def _float32(array: mx.array) -> mx.array:
 
 
 class _Float32Embedding(QuantizedEmbedding):
-    """MLX unpacks its floating-point formats to bfloat16, exactly. The layers after it are to compute in float32."""
+    """MLX unpacks its floating-point formats to bfloat16, exactly. The layers after it are to compute in
+    float32.
+    """
 
     def __call__(self, x: mx.array) -> mx.array:
         rows: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
         return rows.astype(mx.float32)
 
 
-def evaluate(model: Module, folder: Path, progress: Progress | None, held: Collection[str] | None = None) -> None:
+def evaluate(
+    model: Module, folder: Path, progress: Progress | None, held: Collection[str] | None = None
+) -> None:
     """Read the weights, those with the names ``held`` or all, and have a CPU turn positions by matrices.
 
     They are read layer by layer, so that only one is held in two forms.

@@ -1,7 +1,7 @@
 """The hook on mlx-lm's attention: calls with keys and values of a bridged cache are the cache's.
 
-A bridged layer hands its tokens to the model as lazy arrays. Whoever computes with them gets the right result. The hook
-knows these arrays again and computes attention without them where that is faster.
+A bridged layer hands its tokens to the model as lazy arrays. Whoever computes with them gets the right
+result. The hook knows these arrays again and computes attention without them where that is faster.
 """
 
 import sys
@@ -19,15 +19,19 @@ MODULES = "mlx_lm.models."
 mlx_lm_attention: Attention = getattr(base, NAME)
 
 
-# By the id of the keys: the keys, the values and their BridgedLayer. Nothing is held: lazy arrays that are kept would
-# have the cache's buffers copied at the next append.
+# By the id of the keys: the keys, the values and their BridgedLayer. Nothing is held: lazy arrays that are
+# kept would have the cache's buffers copied at the next append.
 _fetched: dict[int, tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Any]"]] = {}
 
 
 def remember(owner: Any, key: mx.array, value: mx.array) -> None:
     """Have attention to these very arrays computed by their cache, for as long as they live."""
     place = id(key)
-    _fetched[place] = (weakref.ref(key, lambda _: _fetched.pop(place, None)), weakref.ref(value), weakref.ref(owner))
+    _fetched[place] = (
+        weakref.ref(key, lambda _: _fetched.pop(place, None)),
+        weakref.ref(value),
+        weakref.ref(owner),
+    )
 
 
 def owner_of(key: mx.array, value: mx.array) -> Any:
@@ -55,10 +59,14 @@ def attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's ``scaled_dot_product_attention``, and nothing else for arrays that are not a bridged cache's."""
+    """mlx-lm's ``scaled_dot_product_attention``, and nothing else for arrays that are not a bridged
+    cache's.
+    """
     owner = owner_of(keys, values)
     if owner is not None:
-        output: mx.array | None = owner.attend_fetched(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        output: mx.array | None = owner.attend_fetched(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
         if output is not None:
             return output
     return mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -1,7 +1,7 @@
 """The layers of an mlx-lm model as a list of which machines can each have a part.
 
-A model can be dealt where each layer gets exactly the array that the layer before it returned, and nothing else of it.
-One call that is never evaluated shows it: MLX writes down which array is made of which.
+A model can be dealt where each layer gets exactly the array that the layer before it returned, and nothing
+else of it. One call that is never evaluated shows it: MLX writes down which array is made of which.
 """
 
 import io
@@ -77,7 +77,8 @@ def list_layers(model: Module, model_type: str) -> LayerList:
 def redirect(layer: Module, call: Callable[[Own, Any, Sequence[Any]], Any]) -> None:
     """Have calls of a layer go to ``call(own, hidden, others)``. Its attributes stay.
 
-    ``own`` is the layer's own call, with the other arguments as they were given: it takes the hidden states alone.
+    ``own`` is the layer's own call, with the other arguments as they were given: it takes the hidden states
+    alone.
     """
     kind = type(layer)
 
@@ -96,7 +97,9 @@ def redirect(layer: Module, call: Callable[[Own, Any, Sequence[Any]], Any]) -> N
 
 
 def _mark_weights(model: Module, paths: Sequence[str]) -> list[mx.array]:
-    """Put zeros in place of a model's weights. Returns of what those of each layer are made, and last all others."""
+    """Put zeros in place of a model's weights. Returns of what those of each layer are made, and last all
+    others.
+    """
     sources = [mx.array(0.0) for _ in (*paths, "")]
 
     def marked(name: str, array: mx.array) -> mx.array:
@@ -114,9 +117,11 @@ def _problem(
     kept: Sequence[Sequence[mx.array]],
     logits: mx.array,
 ) -> str:
-    """Whether more than hidden states leads from a layer to another, or past the last one to the logits; empty: no.
+    """Whether more than hidden states leads from a layer to another, or past the last one to the logits;
+    empty: no.
 
-    ``hidden``: what each layer was given, and what the last one returned. ``kept``: arrays that each cache was given.
+    ``hidden``: what each layer was given, and what the last one returned. ``kept``: arrays that each cache
+        was given.
     """
     used = [number for numbers in caches for number in numbers]
     if len(set(used)) != len(used):
@@ -142,7 +147,8 @@ def _problem(
         if given not in reached:  # what an evaluated array was made of is forgotten
             return "mlx-lm's class computes a layer while it is called"
     alone = (
-        graph.reached(logits, known) & known <= {between[-1], others} and not graph.reached(elsewhere, known) & known
+        graph.reached(logits, known) & known <= {between[-1], others}
+        and not graph.reached(elsewhere, known) & known
     )
     return "" if alone else MORE
 
@@ -162,8 +168,8 @@ class _Graph:
         self._made_of: dict[str, list[str]] = {}
         text = io.StringIO()
         mx.export_to_dot(text, **self._arrays)
-        # An operation, then each input as `"a" -> operation`, then each result as `operation -> "b"`. An operation's
-        # number is no name for it: those of mx.compile are used again.
+        # An operation, then each input as `"a" -> operation`, then each result as `operation -> "b"`. An
+        # operation's number is no name for it: those of mx.compile are used again.
         for operation, source, result in re.findall(
             r'(\[label)|^"(\w+)" -> |-> "(\w+)"$', text.getvalue(), re.MULTILINE
         ):

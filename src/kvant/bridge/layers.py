@@ -1,6 +1,7 @@
 """A layer in one step, as mlx-lm's model sees its cache.
 
-R rows: sequences of the step, B of them real and the others padding. S new tokens each, K kv heads, D head_dim.
+R rows: sequences of the step, B of them real and the others padding. S new tokens each, K kv heads, D
+head_dim.
 """
 
 import math
@@ -34,7 +35,8 @@ class StepRows:
     window: int | None  # tokens that a query sees; None: all
     lengths: tuple[int, ...]  # tokens of each of the R rows before the step
     new_tokens: int  # S
-    masks: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)  # by the window asked for, and T
+    # by the window asked for, and T
+    masks: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PoolBatch, part: PagedLayers, new_tokens: int) -> "StepRows":
@@ -71,7 +73,10 @@ class StepRows:
         parts = []
         for count, runs in zip(self.counts, self.rows.runs, strict=True):
             # row 0 in place of none; masks leave it out
-            parts += [mx.zeros(self.longest - count, mx.int32), *(mx.arange(first, end) for first, end in runs)]
+            parts += [
+                mx.zeros(self.longest - count, mx.int32),
+                *(mx.arange(first, end) for first, end in runs),
+            ]
         parts.append(mx.zeros(self.longest * (len(self.lengths) - len(self.rows.runs)), mx.int32))
         return mx.concatenate(parts)
 
@@ -88,7 +93,9 @@ class StepRows:
         return self.masks[window, T]
 
     def seen(self, mask: Mask) -> PagedRows | None:
-        """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they go with it."""
+        """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they
+        go with it.
+        """
         window = self._window_of(mask)
         if window == UNKNOWN:
             return None
@@ -98,7 +105,9 @@ class StepRows:
             return None
         # Some models show a window of what a layer without one keeps.
         counted = zip(self.rows.runs, self.counts, strict=True)
-        return replace(self.rows, runs=[cut_runs(own, max(0, count - window), count) for own, count in counted])
+        return replace(
+            self.rows, runs=[cut_runs(own, max(0, count - window), count) for own, count in counted]
+        )
 
     def seen_pages(self, mask: Mask) -> StepPages | None:
         """:meth:`seen` for the fused kernel; None also for a step that it does not take."""
@@ -106,7 +115,9 @@ class StepRows:
         return None if pages is None or window == UNKNOWN else replace(pages, window=window)
 
     def _window_of(self, mask: Mask) -> int | None:
-        """How many tokens a query sees by a mask of what was fetched, its own included; None: all; or UNKNOWN."""
+        """How many tokens a query sees by a mask of what was fetched, its own included; None: all; or
+        UNKNOWN.
+        """
         if mask is None:
             return self.window if self.new_tokens == 1 else UNKNOWN
         if isinstance(mask, str):  # causal: all that was fetched, which may be more than a window
@@ -127,8 +138,8 @@ def padded_mask(
 ) -> mx.array:
     """Which of T tokens, a row's own on the right, each of S new ones sees: boolean (R, 1, S, T).
 
-    Of each row there are the tokens before the step, the first that is read, and how many of the new ones are no
-    padding. A query of padding sees something, or softmax would be NaN; so does a row of padding.
+    Of each row there are the tokens before the step, the first that is read, and how many of the new ones are
+    no padding. A query of padding sees something, or softmax would be NaN; so does a row of padding.
     """
     length, start, count = (mx.array([*each])[:, None, None, None] for each in (lengths, first, counts))
     token, query = length + count - T + mx.arange(T), length + mx.arange(S)[:, None]
@@ -141,8 +152,9 @@ def padded_mask(
 class BridgedLayer:
     """In place of mlx-lm's caches of a layer: of one sequence, or of several as its ``BatchKVCache``.
 
-    The model appends through :meth:`update_and_fetch`, which gives all tokens as lazy arrays: an array that nobody
-    reads is not computed. The model's attention to them comes to :meth:`attend_fetched` (:mod:`kvant.bridge.hook`).
+    The model appends through :meth:`update_and_fetch`, which gives all tokens as lazy arrays: an array that
+    nobody reads is not computed. The model's attention to them comes to :meth:`attend_fetched`
+    (:mod:`kvant.bridge.hook`).
     """
 
     def __init__(self, unwritten: Waiting, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
@@ -156,7 +168,8 @@ class BridgedLayer:
         self.step, self.appended = step, False
         self.offset: Any = step.offset  # tokens so far
         self._fetched: tuple[mx.array, mx.array] | None = None
-        self._stored_keys: mx.array | None = None  # those fetched, as they are stored, where that is otherwise
+        # those fetched, as they are stored, where that is otherwise
+        self._stored_keys: mx.array | None = None
 
     @property
     def start_position(self) -> int:
@@ -179,7 +192,8 @@ class BridgedLayer:
         shape = (len(self.step.lengths), own.num_kv_heads, self.step.new_tokens)
         if keys.shape != (*shape, own.head_dim) or values.shape != (*shape, own.value_head_dim):
             raise ValueError(
-                f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are {shape} "
+                f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are "
+                f"{shape} "
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
         front = self.layer.front
@@ -202,7 +216,9 @@ class BridgedLayer:
         return self._fetched
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask of N new tokens: (R, 1, N, T), boolean. Where the step has one row, "causal", None or (N, T)."""
+        """The mask of N new tokens: (R, 1, N, T), boolean. Where the step has one row, "causal", None or
+        (N, T).
+        """
         if self.step.new_tokens != N:
             raise ValueError(f"a mask of {N} tokens is asked for; the step has {self.step.new_tokens}")
         window = window_size or self.step.window
@@ -228,7 +244,8 @@ class BridgedLayer:
 
         Args:
             key, value: as they were fetched.
-            mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or more.
+            mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or
+                more.
         """
         own, S, front = self.layer.format, query.shape[2], self.layer.front
         if sinks is not None and front.center is not None:  # a sink's share would change with the constant
@@ -264,7 +281,9 @@ class BridgedLayer:
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        """Leave it: a model puts it back, made to depend on others. They are computed with the logits anyway."""
+        """Leave it: a model puts it back, made to depend on others. They are computed with the logits
+        anyway.
+        """
 
     @property
     def values(self) -> mx.array:
@@ -274,7 +293,9 @@ class BridgedLayer:
     @values.setter
     def values(self, array: mx.array) -> None:
         if self.layer.format.value_head_dim:
-            raise AttributeError("a model sets the values of its cache; kvant's takes them by update_and_fetch")
+            raise AttributeError(
+                "a model sets the values of its cache; kvant's takes them by update_and_fetch"
+            )
 
     def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
         """Write new tokens. Returns them as they are stored, where they wait."""

@@ -16,7 +16,14 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.few_rows import multiplies_few_rows
-from kvant.bridge.pool import BridgedBatch, BridgedCache, BridgedPool, attends_apart, make_model_cache, reserve
+from kvant.bridge.pool import (
+    BridgedBatch,
+    BridgedCache,
+    BridgedPool,
+    attends_apart,
+    make_model_cache,
+    reserve,
+)
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
@@ -34,7 +41,8 @@ from kvant.threads import check_process
 class BridgedModel:
     """A :class:`kvant.models.LanguageModel`: mlx-lm's model, ``module``."""
 
-    absent_caches: frozenset[int] = frozenset()  # numbers of mlx-lm's caches whose layers another process computes
+    # numbers of mlx-lm's caches whose layers another process computes
+    absent_caches: frozenset[int] = frozenset()
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
@@ -47,7 +55,9 @@ class BridgedModel:
 
     @cached_property
     def has_sinks(self) -> bool:
-        """Whether attention has learned sinks: their share of a softmax changes with a constant of all scores."""
+        """Whether attention has learned sinks: their share of a softmax changes with a constant of all
+        scores.
+        """
         return any(name.endswith("sinks") for name in parameters(self.module))
 
     @cached_property
@@ -96,13 +106,16 @@ class BridgedModel:
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         if cache.pool.entries != self.entries:
-            raise ValueError("the cache is for a model with other layers; expected what model.make_cache returns")
+            raise ValueError(
+                "the cache is for a model with other layers; expected what model.make_cache returns"
+            )
         if None not in (cache.pool.identity, self.identity) and cache.pool.identity != self.identity:
             raise ValueError("the cache holds tokens of another model")
         return cache
 
     def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> BridgedCache:
-        """See :class:`kvant.models.LanguageModel`. No bias is known apart from mlx-lm's projections: none is split.
+        """See :class:`kvant.models.LanguageModel`. No bias is known apart from mlx-lm's projections: none is
+        split.
 
         A group that does not divide a layer's width becomes their greatest common divisor there.
         """
@@ -110,7 +123,9 @@ class BridgedModel:
         chosen = self._options(fields)
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        cache = make_model_cache(self.module, max_seq_len, chosen, found=self.entries, absent=self.absent_caches)
+        cache = make_model_cache(
+            self.module, max_seq_len, chosen, found=self.entries, absent=self.absent_caches
+        )
         cache.pool.identity, cache.pool.make_cache = self.identity, partial(self.make_cache, **chosen.fields)
         return cache
 
@@ -123,7 +138,9 @@ class BridgedModel:
         prefill_step_size: int = 512,
         **fields: Unpack[CacheFields],
     ) -> BridgedPool:
-        """See :class:`kvant.models.LanguageModel`. The model is tried first, with a small pool: some steps long."""
+        """See :class:`kvant.models.LanguageModel`. The model is tried first, with a small pool: some steps
+        long.
+        """
         check_process()
         chosen = self._options(fields)
         resolve(chosen.kernels)  # refuses them before the model is tried
@@ -161,7 +178,9 @@ class BridgedModel:
         if isinstance(cache, ModelCache) or not isinstance(cache, PoolBatch):
             return self.check_cache(cache)
         if not isinstance(cache, BridgedBatch) or cache.pool.entries != self.entries:
-            raise ValueError("the pool is for a model with other layers; expected what model.make_pool returns")
+            raise ValueError(
+                "the pool is for a model with other layers; expected what model.make_pool returns"
+            )
         return cache
 
     def _begun(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> BridgedBatch:
@@ -177,7 +196,8 @@ class BridgedModel:
         logits: mx.array = self.module(
             inputs, cache=cache.entries, **({} if rows is None else {"input_embeddings": rows})
         )
-        # What logits do not need is computed too: it would wait, with all that it is made of, step after step.
+        # What logits do not need is computed too: it would wait, with all that it is made of, step after
+        # step.
         (logits,) = mx.depends([logits], cache.state)
         return logits
 

@@ -1,4 +1,6 @@
-"""What mlx-lm's models are given as their caches: a pool for many sequences of different lengths, or for one alone."""
+"""What mlx-lm's models are given as their caches: a pool for many sequences of different lengths, or for
+one alone.
+"""
 
 import math
 from collections import Counter
@@ -25,10 +27,16 @@ from kvant.models.caches import check_memory
 from kvant.operators.front import PLAIN, Front, can_rotate
 from kvant.sizes import format_bytes
 
-TRIED = (0, 1, 21)  # tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
-TRIAL = {"tokens": len(TRIED) * Pool.page_size, "sequences": len(TRIED), "max_seq_len": 64, "prefill_step_size": 32}
-# Logits of a sequence in a step with others and alone, as a part of the largest. Float32 differs by a millionth, half
-# precision by a hundredth. A wrong position or a token of another sequence is far off.
+# tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
+TRIED = (0, 1, 21)
+TRIAL = {
+    "tokens": len(TRIED) * Pool.page_size,
+    "sequences": len(TRIED),
+    "max_seq_len": 64,
+    "prefill_step_size": 32,
+}
+# Logits of a sequence in a step with others and alone, as a part of the largest. Float32 differs by a
+# millionth, half precision by a hundredth. A wrong position or a token of another sequence is far off.
 AGREE, AGREE_HALF = 1e-3, 0.05
 
 
@@ -51,7 +59,9 @@ class BridgedPool(Pool):
     def __init__(
         self, found: Sequence[Entry], formats: Sequence[LayerFormat], fronts: Sequence[Front], **options: Any
     ) -> None:
-        """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as Pool has."""
+        """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as
+        Pool has.
+        """
         super().__init__(formats, fronts, **options)
         self.entries, self.layout = tuple(found), as_text(found)
         self.states, layers = leaves_of(found, State), iter(self.layers)
@@ -90,10 +100,16 @@ class BridgedBatch(PoolBatch):
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
         steps = {part: StepRows.of(self, part, inputs.shape[1]) for part in self.pool.parts}
-        self.views = [BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places]
-        self._states = [self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)]
+        self.views = [
+            BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places
+        ]
+        self._states = [
+            self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)
+        ]
         layers, states = iter(self.views), iter(self._states)
-        self._entries = caches_of(self.pool.entries, lambda leaf: next(states if isinstance(leaf, State) else layers))
+        self._entries = caches_of(
+            self.pool.entries, lambda leaf: next(states if isinstance(leaf, State) else layers)
+        )
         return lengths
 
     def commit(
@@ -101,10 +117,13 @@ class BridgedBatch(PoolBatch):
     ) -> None:
         if self._states and self.step is not None:
             S = self.step.shape[1]
-            each = num_tokens if isinstance(num_tokens, Sequence) else [S if num_tokens is None else num_tokens]
+            each = (
+                num_tokens if isinstance(num_tokens, Sequence) else [S if num_tokens is None else num_tokens]
+            )
             if any(count != S for count in each):
                 raise ValueError(
-                    f"num_tokens is {num_tokens}; the step has {S}, and the state of a linear layer takes all of a step"
+                    f"num_tokens is {num_tokens}; the step has {S}, and the state of a linear layer takes "
+                    f"all of a step"
                 )
             for b, sequence in enumerate(self.sequences):
                 own: list[Arrays] = [state.cache for state in self._states]
@@ -118,7 +137,9 @@ class BridgedBatch(PoolBatch):
         self._entries, self.views, self._states = [], [], []
 
     def _stacked(self, each: Sequence[Arrays]) -> ArraysCache:
-        """One state of all rows. Nothing yet is zeros, as mlx-lm has it; so is what a shorter state lacks in front."""
+        """One state of all rows. Nothing yet is zeros, as mlx-lm has it; so is what a shorter state lacks
+        in front.
+        """
         made = ArraysCache(len(each[0]))
         if self.rows == 1:
             made.cache = [*each[0]]
@@ -129,7 +150,9 @@ class BridgedBatch(PoolBatch):
                 continue
             most = tuple(map(max, *(array.shape for array in known), known[0].shape))
             zeros, rows = mx.zeros(most, known[0].dtype), [*arrays, *[None] * (self.rows - len(arrays))]
-            made.cache[n] = mx.concatenate([zeros if array is None else _padded(array, most) for array in rows])
+            made.cache[n] = mx.concatenate(
+                [zeros if array is None else _padded(array, most) for array in rows]
+            )
         return made
 
 
@@ -157,7 +180,11 @@ class BridgedCache(ModelCache, BridgedBatch):
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
         held = [layer for layer in self.pool.layers if layer.format.num_kv_heads]
         kinds = Counter(_described(layer.format, self.max_seq_len, layer.nbytes) for layer in held)
-        now = f"state, mlx-lm's own, {format_bytes(self.used.state)}" if self.used.state else "state, mlx-lm's own"
+        now = (
+            f"state, mlx-lm's own, {format_bytes(self.used.state)}"
+            if self.used.state
+            else "state, mlx-lm's own"
+        )
         groups = Counter(layer.format.kv_group_size for layer in held if layer.format.kv_bits)
         return [
             *(f"{_counted(count)}: {kind}" for kind, count in kinds.items()),
@@ -182,14 +209,16 @@ def make_model_cache(
 
     Args:
         found: by a probe of the model; None: it is probed.
-        absent: the numbers of the model's caches that hold nothing here, because another process computes their layers.
-            Offsets and masks are as in the others.
+        absent: the numbers of the model's caches that hold nothing here, because another process computes
+            their layers. Offsets and masks are as in the others.
     """
     check_sizes(max_seq_len=max_seq_len)
     found = probe(model) if found is None else found
     dtype = next((leaf.dtype for leaf in leaves_of(found, Attention)), "F32")
     make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
-    pool = reserve(found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent)
+    pool = reserve(
+        found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent
+    )
     return BridgedCache(pool, options.wanted_group, absent)
 
 
@@ -236,10 +265,11 @@ def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheO
 
 
 def attends_apart(model: Model, name: str, found: Sequence[Entry], dtype: mx.Dtype) -> bool:
-    """Whether attention in a step of several sequences is computed for each alone; a ModelError if they disturb it.
+    """Whether attention in a step of several sequences is computed for each alone; a ModelError if they
+    disturb it.
 
-    Some models take one position for all sequences, or the position from the number of rows that they read, or add a
-    boolean mask to the scores.
+    Some models take one position for all sequences, or the position from the number of rows that they read,
+    or add a boolean mask to the scores.
     """
     check_entries(found, model, name)
     pool = reserve(found, TRIAL, CacheOptions(0, kernels="unfused"), dtype=dtype, make_cache=BridgedCache)
@@ -281,8 +311,8 @@ def formats_of(
 ) -> list[LayerFormat]:
     """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none.
 
-    A group that does not divide both widths becomes their greatest common divisor. ``absent``: numbers of the entries
-    whose layers another process computes; they have no heads here.
+    A group that does not divide both widths becomes their greatest common divisor. ``absent``: numbers of the
+    entries whose layers another process computes; they have no heads here.
     """
     formats: list[LayerFormat] = []
     if options.wanted_group % 8:
@@ -315,12 +345,14 @@ def formats_of(
 def _choices(found: Sequence[Entry], options: CacheOptions) -> list[LayerChoice]:
     """Return how each layer that keeps rows stores tokens.
 
-    Keys are rotated by default if queries meet them in mlx-lm's attention function, where they are rotated too. A model
-    that attends in its own way, such as to latents that are keys and values at once, would have them turned back at
-    every step.
+    Keys are rotated by default if queries meet them in mlx-lm's attention function, where they are rotated
+    too. A model that attends in its own way, such as to latents that are keys and values at once, would have
+    them turned back at every step.
     """
     return [
-        options.layer(number, can_rotate=leaf.query_heads > 0 and not leaf.value_is_key and can_rotate(leaf.key_dim))
+        options.layer(
+            number, can_rotate=leaf.query_heads > 0 and not leaf.value_is_key and can_rotate(leaf.key_dim)
+        )
         for number, leaf in enumerate(leaves_of(found, Attention))
     ]
 

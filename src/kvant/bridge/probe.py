@@ -33,8 +33,10 @@ class Attention:
     chunk: int | None  # tokens of a chunk, where a query sees its own chunk only
     value_is_key: bool  # the model gives one array for both
     shared: bool  # other layers ask for what was fetched
-    query_heads: int = field(default=0, compare=False)  # that attend through mlx-lm's function; 0: in a way of its own
-    takes_array: bool = field(default=False, compare=False)  # it is given masks as arrays, whatever the window
+    # that attend through mlx-lm's function; 0: in a way of its own
+    query_heads: int = field(default=0, compare=False)
+    # it is given masks as arrays, whatever the window
+    takes_array: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,16 @@ KIND_NAMES = {Attention: "attention", State: "state", Unused: "unused"}
 
 
 def probe(model: Model) -> list[Entry]:
-    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one layer."""
+    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one
+    layer.
+    """
     hook.install()
     with _nothing_read(model):
         probes, _ = called(model)
     windows: dict[int, int] = {}
-    entries = [tuple(found.caches) if isinstance(found, mlx_lm_cache.CacheList) else found for found in probes]
+    entries = [
+        tuple(found.caches) if isinstance(found, mlx_lm_cache.CacheList) else found for found in probes
+    ]
     for leaf in leaves_of(entries, _Probe):
         if leaf.asked is not None and leaf.ring is not None:
             windows[leaf.ring] = max(leaf.asked, windows.get(leaf.ring, 0))
@@ -61,7 +67,9 @@ def probe(model: Model) -> list[Entry]:
 
 
 def called(model: Model) -> tuple[list[Any], mx.array]:
-    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its logits."""
+    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its
+    logits.
+    """
     # The class's own: a model may have been given kvant's caches in its place.
     own = getattr(type(model), "make_cache", None)
     made = [mlx_lm_cache.KVCache() for _ in model.layers] if own is None else own(model)  # type: ignore[attr-defined]
@@ -71,7 +79,9 @@ def called(model: Model) -> tuple[list[Any], mx.array]:
 
 @contextmanager
 def _nothing_read(model: Model) -> Iterator[None]:
-    """Let dbrx's module, which reads the experts of each token, take the first ones: reading computes its weights."""
+    """Let dbrx's module, which reads the experts of each token, take the first ones: reading computes its
+    weights.
+    """
     module: Any = sys.modules[type(model).__module__]
     if module.__name__ != "mlx_lm.models.dbrx":
         yield
@@ -92,7 +102,9 @@ def leaves_of(entries: Iterable[Any], kind: Any = object) -> list[Any]:
 
 
 def as_text(entries: Sequence[Entry]) -> str:
-    """What a probe found, as JSON: an object with its kind for each cache, a list of them for a list of caches."""
+    """What a probe found, as JSON: an object with its kind for each cache, a list of them for a list of
+    caches.
+    """
 
     def one(leaf: Leaf) -> dict[str, Any]:
         stored = {own.name: getattr(leaf, own.name) for own in fields(leaf) if own.compare}
@@ -102,7 +114,9 @@ def as_text(entries: Sequence[Entry]) -> str:
 
 
 def caches_of(entries: Iterable[Entry], make: Callable[[Any], Any]) -> list[Any]:
-    """What mlx-lm's model takes as its caches: ``make`` of each that it uses, and mlx-lm's own of the others."""
+    """What mlx-lm's model takes as its caches: ``make`` of each that it uses, and mlx-lm's own of the
+    others.
+    """
     made = _each(entries, lambda leaf: mlx_lm_cache.KVCache() if isinstance(leaf, Unused) else make(leaf))
     return [mlx_lm_cache.CacheList(*entry) if isinstance(entry, tuple) else entry for entry in made]
 
@@ -132,7 +146,9 @@ class _Probe:
         hook.remember(self, keys, values)
         return keys, values
 
-    def attend_fetched(self, query: mx.array, key: mx.array, value: mx.array, *, mask: Any, **options: Any) -> None:
+    def attend_fetched(
+        self, query: mx.array, key: mx.array, value: mx.array, *, mask: Any, **options: Any
+    ) -> None:
         """Note the call, and leave attention to mlx-lm."""
         as_array = isinstance(mask, mx.array)
         self.takes_array |= as_array

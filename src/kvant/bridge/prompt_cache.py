@@ -32,8 +32,8 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
 
     ``mlx_lm.generate(model, tokenizer, prompt, prompt_cache=kvant.make_prompt_cache(model, 4096))``
 
-    The states of linear and convolution layers stay mlx-lm's own. Attention to the cache's tokens is computed by kvant
-    where that is faster; every other call stays mlx-lm's.
+    The states of linear and convolution layers stay mlx-lm's own. Attention to the cache's tokens is computed
+    by kvant where that is faster; every other call stays mlx-lm's.
 
     Returns:
         a cache for each place where the model's ``make_cache`` has one.
@@ -67,8 +67,10 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
 class SequenceLayers:
     """What the layers of one sequence share."""
 
-    caches: list[ModelCache] = field(default_factory=list)  # of all: none goes back further than all of them can
-    # That layers made in this step, by its position and new tokens: a model gives one layer's mask to another.
+    # of all: none goes back further than all of them can
+    caches: list[ModelCache] = field(default_factory=list)
+    # That layers made in this step, by its position and new tokens: a model gives one layer's mask to
+    # another.
     masks: dict[tuple[int, int], dict[tuple[int | None, int], mx.array]] = field(default_factory=dict)
     # The same of a batch whose first sequence this is, by the positions of all.
     joint_masks: dict[tuple[tuple[int, ...], ...], dict[int | None, mx.array]] = field(default_factory=dict)
@@ -85,7 +87,9 @@ class PromptCacheLayer(BridgedLayer):
     def __init__(
         self, cache: ModelCache, sequence: SequenceLayers, holders: "WeakSet[PromptCacheLayer] | None" = None
     ) -> None:
-        """The next layer of a sequence, with a cache of one layer. ``holders``: the copies that share it, if any."""
+        """The next layer of a sequence, with a cache of one layer. ``holders``: the copies that share it,
+        if any.
+        """
         self.sequence, self._place = sequence, len(sequence.caches)
         sequence.caches.append(cache)
         self._holders: WeakSet[PromptCacheLayer] = WeakSet() if holders is None else holders
@@ -100,7 +104,9 @@ class PromptCacheLayer(BridgedLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
-        return type(self)(self._cache, memo.setdefault(id(self.sequence), SequenceLayers()), holders=self._holders)
+        return type(self)(
+            self._cache, memo.setdefault(id(self.sequence), SequenceLayers()), holders=self._holders
+        )
 
     def copied(self) -> Self:
         """The same layer of a copy whose layers are made one after the other."""
@@ -149,7 +155,9 @@ class PromptCacheLayer(BridgedLayer):
 
     @property
     def keys(self) -> mx.array:
-        """The array that keys are in. A model may put it back, made to depend on others that are to be computed."""
+        """The array that keys are in. A model may put it back, made to depend on others that are to be
+        computed.
+        """
         return self.layer.arrays[0]
 
     @keys.setter
@@ -202,7 +210,8 @@ class BatchLayer:
 
     def __init__(self, rows: Sequence[PromptCacheLayer]) -> None:
         self.rows = [*rows]  # the layer of each sequence
-        self._left: list[int] | None = None  # tokens of each row that are still to come; None: there is no padding
+        # tokens of each row that are still to come; None: there is no padding
+        self._left: list[int] | None = None
         self._fetched: list[Fetched | None] = []  # the last, of each row
         self._joint: Fetched | None = None  # the same, where layers share it
 
@@ -259,10 +268,16 @@ class BatchLayer:
         """Whether there is no token."""
         return not self.size()
 
-    def prepare(self, *, lengths: Sequence[int], right_padding: object = None, left_padding: object = None) -> None:
-        """Take so many of the tokens that follow, of each row; the others are padding. Until :meth:`finalize`."""
+    def prepare(
+        self, *, lengths: Sequence[int], right_padding: object = None, left_padding: object = None
+    ) -> None:
+        """Take so many of the tokens that follow, of each row; the others are padding. Until
+        :meth:`finalize`.
+        """
         if left_padding is not None:
-            raise ValueError("left_padding is given; expected right_padding: kvant's rows have no place for padding")
+            raise ValueError(
+                "left_padding is given; expected right_padding: kvant's rows have no place for padding"
+            )
         self._left = [*lengths]
 
     def finalize(self) -> None:

@@ -1,7 +1,8 @@
 """Rotary positions of one token on a CPU, for mlx-lm's models.
 
-MLX composes RoPE of some twenty operations on a CPU, for the queries and for the keys of every layer. One position's
-rotation is a matrix. It is made once a step, by the model's own rotation of a unit matrix, and serves all layers.
+MLX composes RoPE of some twenty operations on a CPU, for the queries and for the keys of every layer. One
+position's rotation is a matrix. It is made once a step, by the model's own rotation of a unit matrix, and
+serves all layers.
 """
 
 import threading
@@ -13,11 +14,19 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx_lm.models import rope_utils
 
-KINDS = (RoPE, rope_utils.SuScaledRoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.ProportionalRoPE)
+KINDS = (
+    RoPE,
+    rope_utils.SuScaledRoPE,
+    rope_utils.Llama3RoPE,
+    rope_utils.YarnRoPE,
+    rope_utils.ProportionalRoPE,
+)
 
 
 def rotate_by_matrices(model: Module) -> None:
-    """Replace the rotary positions in an mlx-lm model by :class:`MatrixRoPE`. On a CPU; elsewhere nothing is done."""
+    """Replace the rotary positions in an mlx-lm model by :class:`MatrixRoPE`. On a CPU; elsewhere nothing
+    is done.
+    """
     if mx.default_device().type != mx.cpu:
         return
     kinds: dict[Hashable, _Matrices] = {}

@@ -1,7 +1,7 @@
 """config.json as transformers 5 writes it, in the older words that mlx-lm's classes read.
 
-A class that finds no such key takes a default of its own without a word, or says that it is missing. What cannot be
-said in its words is refused: the model would be another.
+A class that finds no such key takes a default of its own without a word, or says that it is missing. What
+cannot be said in its words is refused: the model would be another.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,9 @@ def translated(raw: Mapping[str, Any], module: str) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """rope_theta, partial_rotary_factor and rope_scaling of rope_parameters, or of those of each kind of layer."""
+    """rope_theta, partial_rotary_factor and rope_scaling of rope_parameters, or of those of each kind of
+    layer.
+    """
     rope = raw.get("rope_parameters")
     if not isinstance(rope, dict) or not rope:
         return []
@@ -76,5 +78,7 @@ def _global_sizes(raw: Mapping[str, Any], module: str) -> list[tuple[str, Any]]:
         or sorted(layers) != sorted(full)
         or entries[0].keys() - GLOBAL_SIZES
     ):
-        raise ModelError(f"config.json: per_layer_config is {shown(layers)}; mlx-lm's {module} has no such layers")
+        raise ModelError(
+            f"config.json: per_layer_config is {shown(layers)}; mlx-lm's {module} has no such layers"
+        )
     return [(GLOBAL_SIZES[key], value) for key, value in entries[0].items()]

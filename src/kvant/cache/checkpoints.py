@@ -14,7 +14,8 @@ class Checkpoint:
 
     Attributes:
         text: its salt and tokens as bytes: :func:`kvant.cache.prefix.as_text`.
-        asked: bytes of it up to the last checkpoint in the prompt; an answer follows. All, once a prompt went on there.
+        asked: bytes of it up to the last checkpoint in the prompt; an answer follows. All, once a prompt went
+            on there.
         is_head: prompts of other conversations are likely to begin with the text, such as a system prompt.
         states: of the layers that have one in place of rows; None: there is no such layer.
         pages: digests of the pages that the next token sees through a window.
@@ -32,13 +33,14 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of an index, by the digests of their texts.
 
-    If there are too many, the one with the lowest score is dropped. The score is the product of the tokens that would
-    be read again without the checkpoint, from the nearest one before it, and of the texts that could use it, its own
-    and those of the checkpoints behind it; divided by its age, the number of texts since one began with it.
+    If there are too many, the one with the lowest score is dropped. The score is the product of the tokens
+    that would be read again without the checkpoint, from the nearest one before it, and of the texts that
+    could use it, its own and those of the checkpoints behind it; divided by its age, the number of texts
+    since one began with it.
 
-    The score is 0 if a later prompt supersedes the checkpoint: if the prompt went on from it, or from the question
-    whose answer it ends. Only a head is never superseded. So superseded checkpoints go first, the least recently used
-    of them before the others, and the end of a shared head goes last.
+    The score is 0 if a later prompt supersedes the checkpoint: if the prompt went on from it, or from the
+    question whose answer it ends. Only a head is never superseded. So superseded checkpoints go first, the
+    least recently used of them before the others, and the end of a shared head goes last.
 
     An answer's end does not supersede its question's: the next prompt may write the answer in another way.
     """
@@ -104,10 +106,16 @@ class Checkpoints:
     def _score(self, own: Checkpoint) -> tuple[float, int, int]:
         """Return the score, and what decides between equal ones: the last use, then the length."""
         kept, length = self._kept.values(), len(own.text)
-        is_superseded = any(each.asked > own.asked and _begins(each.text, own.text, own.asked) for each in kept)
+        is_superseded = any(
+            each.asked > own.asked and _begins(each.text, own.text, own.asked) for each in kept
+        )
         if is_superseded and not own.is_head:
             return 0.0, own.used, length
-        before = [len(each.text) for each in kept if each is not own and _begins(own.text, each.text, len(each.text))]
+        before = [
+            len(each.text)
+            for each in kept
+            if each is not own and _begins(own.text, each.text, len(each.text))
+        ]
         saved = length - max(before, default=NO_TEXT)
         texts = sum(_begins(each.text, own.text, length) for each in kept)
         return saved * texts / (1 + self._texts - own.used), own.used, length

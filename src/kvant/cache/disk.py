@@ -47,14 +47,17 @@ class DiskCounts:
 
 
 class DiskCache:
-    """A folder that several processes may use. A file that is altered, cut or another's counts as none, and goes.
+    """A folder that several processes may use. A file that is altered, cut or another's counts as none, and
+    goes.
 
-    The files are never more than ``max_bytes``: the least recently used go before another one is written. In an hour as
-    many bytes are written at most, so that no disk is worn out. One process writes at a time.
+    The files are never more than ``max_bytes``: the least recently used go before another one is written. In
+    an hour as many bytes are written at most, so that no disk is worn out. One process writes at a time.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int = DEFAULT_BYTES) -> None:
-        """Open a folder, or make it, for its owner alone; a SnapshotError if it is others' too or cannot be written."""
+        """Open a folder, or make it, for its owner alone; a SnapshotError if it is others' too or cannot
+        be written.
+        """
         if type(max_bytes) is not int or max_bytes < BLOCK:
             raise ValueError(f"max_bytes is {max_bytes!r}; expected an int of at least {BLOCK}")
         self.folder, self.max_bytes = Path(os.path.abspath(os.path.expanduser(folder))), max_bytes
@@ -63,7 +66,8 @@ class DiskCache:
             state = os.stat(self.folder)
             if state.st_uid != os.geteuid() or state.st_mode & 0o077:
                 raise SnapshotError(
-                    f"{folder}: a folder of user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}; expected "
+                    f"{folder}: a folder of user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}; "
+                    f"expected "
                     "one that its owner alone can open (chmod 700): it will hold what clients wrote"
                 )
             self._lock_file = _open_lock(self.folder / LOCK)
@@ -71,7 +75,8 @@ class DiskCache:
             raise SnapshotError(f"{folder}: no folder for a disk cache: {one_line(error)}") from error
         self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # is in the lock file if this cache wrote last
         self._changed = threading.Condition()
-        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # bytes and time of use, the oldest first
+        # bytes and time of use, the oldest first
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._waiting: dict[str, bytes] = {}
         self._jobs: deque[str | Sequence[str]] = deque()  # a file to write, or files that were used
         self._counts = DiskCounts()
@@ -99,7 +104,9 @@ class DiskCache:
     def describe(self) -> str:
         """Where it is and what is in it, in a line."""
         now = self.counts
-        return f"{self.folder}: {now.files} files, {format_bytes(now.bytes)} of {format_bytes(self.max_bytes)}"
+        return (
+            f"{self.folder}: {now.files} files, {format_bytes(now.bytes)} of {format_bytes(self.max_bytes)}"
+        )
 
     def put(self, name: str, size: int, contents: Callable[[], bytes]) -> None:
         """Write a file some time later, unless it is there. Never waits.
@@ -121,7 +128,9 @@ class DiskCache:
                 self._changed.notify_all()
 
     def get(self, name: str) -> bytes | None:
-        """The contents of a file, compared with its digest; None: it is not there, or was wrong and is gone."""
+        """The contents of a file, compared with its digest; None: it is not there, or was wrong and is
+        gone.
+        """
         with self._changed:
             data = self._waiting.get(name)
         if data is None:
@@ -161,7 +170,9 @@ class DiskCache:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Take nothing more, and wait until the rest is written, at most ``timeout`` seconds in the first call."""
+        """Take nothing more, and wait until the rest is written, at most ``timeout`` seconds in the first
+        call.
+        """
         with self._changed:
             if self._closed:
                 timeout = 0.0
@@ -240,7 +251,9 @@ class DiskCache:
             time.sleep(LOCK_RETRY_S)
 
     def _scan(self, *, is_held: bool = False) -> None:
-        """Find the files that are there. Who holds the folder removes what a killed process left half written."""
+        """Find the files that are there. Who holds the folder removes what a killed process left half
+        written.
+        """
         found = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
@@ -304,7 +317,9 @@ class DiskCache:
         return False
 
     def _write(self, path: Path, parts: Sequence[bytes]) -> None:
-        """Write a file that has its name when it is whole; after a loss of power it may be cut, as its digest tells."""
+        """Write a file that has its name when it is whole; after a loss of power it may be cut, as its
+        digest tells.
+        """
         part = _part(path)
         try:
             with suppress(FileNotFoundError):

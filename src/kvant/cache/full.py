@@ -1,4 +1,6 @@
-"""A full-precision key/value cache of one layer that grows by concatenation: the plain way, for comparison."""
+"""A full-precision key/value cache of one layer that grows by concatenation: the plain way, for
+comparison.
+"""
 
 import mlx.core as mx
 
@@ -22,7 +24,11 @@ class FullKVCache:
         return sum(array.nbytes for array in self._key_value or ())
 
     def update_and_fetch(
-        self, key: mx.array, value: mx.array, mask_length: int | None = None, mask: mx.array | str | None = None
+        self,
+        key: mx.array,
+        value: mx.array,
+        mask_length: int | None = None,
+        mask: mx.array | str | None = None,
     ) -> tuple[mx.array, mx.array, int, mx.array | str | None]:
         """Append keys and values.
 
@@ -38,13 +44,16 @@ class FullKVCache:
             ValueError: shapes or dtypes that do not continue what is cached.
         """
         if key.ndim != 4 or key.shape != value.shape:
-            raise ValueError(f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}; expected one (B, H, S, D)")
+            raise ValueError(
+                f"key has shape {tuple(key.shape)}, value {tuple(value.shape)}; expected one (B, H, S, D)"
+            )
         if self._key_value is not None:
             cached_key, cached_value = self._key_value
             (B, K, _, D), (b, k, _, d) = cached_key.shape, key.shape
             if (B, K, D, cached_key.dtype) != (b, k, d, key.dtype):
                 raise ValueError(
-                    f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}, {cached_key.dtype}; "
+                    f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}, "
+                    f"{cached_key.dtype}; "
                     f"given {b}, {k} and {d}, {key.dtype}"
                 )
             key = mx.concatenate([cached_key, key], axis=2)

@@ -37,7 +37,8 @@ class LayerChoice:
     Attributes:
         kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`. ``kv_bits`` are the keys'.
         value_bits: of values; made without them: the keys'.
-        rotates, center, balance: as in :class:`kvant.operators.front.Front`, the balance as exponents of 2; (): none.
+        rotates, center, balance: as in :class:`kvant.operators.front.Front`, the balance as exponents of 2;
+            (): none.
     """
 
     kv_bits: int
@@ -67,7 +68,9 @@ class LayerChoice:
         """The front of a layer that has some of the kv heads, whose keys are ``width`` wide."""
         for part, rows in (("center", self.center), ("balance", self.balance)):
             if rows and (len(rows) < heads.stop or any(len(row) != width for row in rows)):
-                raise ArgumentError(NAME, f"has a {part} of {len(rows)} kv heads of {len(rows[0])}; expected {width}")
+                raise ArgumentError(
+                    NAME, f"has a {part} of {len(rows)} kv heads of {len(rows[0])}; expected {width}"
+                )
         own = slice(heads.start, heads.stop)
         center = mx.array(self.center[own], mx.float32)[:, None] if self.center else None
         balance = mx.power(2.0, mx.array(self.balance[own], mx.float32))[:, None] if self.balance else None
@@ -79,7 +82,8 @@ class KVFormat:
     """A tuned format.
 
     Attributes:
-        model: the digest of the model that it is for, of :class:`kvant.cache.Identity`; "": one that has none.
+        model: the digest of the model that it is for, of :class:`kvant.cache.Identity`; "": one that has
+            none.
         layers: of each layer that keeps keys and values.
         figures: what was measured, for people.
         path: the file it is from, if it is from one.
@@ -92,18 +96,26 @@ class KVFormat:
 
     @classmethod
     def of(cls, given: object) -> "KVFormat":
-        """A format, that of a file's path, or of what :meth:`as_json` gave; an ArgumentError says what is wrong."""
+        """A format, that of a file's path, or of what :meth:`as_json` gave; an ArgumentError says what is
+        wrong.
+        """
         if isinstance(given, KVFormat):
             return given
         if isinstance(given, Mapping):
             return _parsed(given, "")
         if not isinstance(given, str | Path):
-            raise ArgumentError(NAME, f"is a {type(given).__name__}; expected a file that kvant report --tune wrote")
+            raise ArgumentError(
+                NAME, f"is a {type(given).__name__}; expected a file that kvant report --tune wrote"
+            )
         try:
-            return _parsed(json.loads(read_given(given, MAX_BYTES), object_pairs_hook=unique_keys), str(given))
+            return _parsed(
+                json.loads(read_given(given, MAX_BYTES), object_pairs_hook=unique_keys), str(given)
+            )
         except (ValueError, RecursionError) as error:
             said = "not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
-            raise ArgumentError(NAME, f"is {given}: {said}; expected a file that kvant report --tune wrote") from error
+            raise ArgumentError(
+                NAME, f"is {given}: {said}; expected a file that kvant report --tune wrote"
+            ) from error
         except KvantError as error:
             raise ArgumentError(NAME, f"is {error}") from error
 
@@ -113,7 +125,13 @@ class KVFormat:
         for layer in layers:  # files of before have none
             if layer["value_bits"] == layer["kv_bits"]:
                 del layer["value_bits"]
-        return {"format": FORMAT, "version": VERSION, "model": self.model, "figures": self.figures, "layers": layers}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "figures": self.figures,
+            "layers": layers,
+        }
 
     def write(self, path: Path) -> None:
         """Write the file; a SnapshotError if it cannot be written: what was there still is."""
@@ -125,11 +143,15 @@ class KVFormat:
             raise SnapshotError(f"{path}: cannot be written: {one_line(error)}") from error
 
     def check(self, identity: Identity | None, layers: int) -> None:
-        """Raise an ArgumentError unless the format is for this model, of so many layers with keys and values."""
+        """Raise an ArgumentError unless the format is for this model, of so many layers with keys and
+        values.
+        """
         where = f"is {self.path or 'a format'}"
         own = "" if identity is None else identity.model
         if self.model != own:
-            raise ArgumentError(NAME, f"{where}, which is for another model: {self.model[:16]}; this one is {own[:16]}")
+            raise ArgumentError(
+                NAME, f"{where}, which is for another model: {self.model[:16]}; this one is {own[:16]}"
+            )
         self.check_layers(layers)
 
     def check_layers(self, layers: int) -> None:
@@ -164,7 +186,9 @@ def _layer(raw: object) -> LayerChoice:
     if type(raw["rotates"]) is not bool:
         raise ValueError(f"rotates is {raw['rotates']!r:.20}; expected true or false")
     center = _rows("center", raw["center"], lambda number: type(number) in (int, float) and abs(number) < 1e6)
-    balance = _rows("balance", raw["balance"], lambda number: type(number) is int and abs(number) <= MAX_EXPONENT)
+    balance = _rows(
+        "balance", raw["balance"], lambda number: type(number) is int and abs(number) <= MAX_EXPONENT
+    )
     return LayerChoice(bits, group, raw["rotates"], center, balance, value_bits=values)
 
 

@@ -46,7 +46,9 @@ class State:
     shapes: tuple[Stored | None, ...]
 
     def check(self, arrays: Arrays) -> None:
-        """Raise a ValueError for arrays of another; before it has seen enough tokens, an array may be shorter."""
+        """Raise a ValueError for arrays of another; before it has seen enough tokens, an array may be
+        shorter.
+        """
         for number, (array, expected) in enumerate(zip(arrays, self.shapes, strict=True)):
             if array is None or expected is None:
                 continue
@@ -64,7 +66,8 @@ class LayerFormat:
     Attributes:
         kind: "quantized", at 0 bits too; "chunks", Llama 4's; "state", of a linear layer.
         num_kv_heads, head_dim, value_head_dim: of its tokens.
-        kv_bits, value_bits, kv_group_size: 0 where nothing is quantized. Made without them: values have the keys' bits.
+        kv_bits, value_bits, kv_group_size: 0 where nothing is quantized. Made without them: values have the
+            keys' bits.
         dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
         window: the last tokens that a query sees; None: all.
         slack: tokens before the window that a sequence may still go back to.
@@ -110,7 +113,9 @@ class LayerFormat:
         scale_dtype: str = "F16",
         **others: Any,
     ) -> "LayerFormat":
-        """A layer that keeps rows, for sequences of ``max_seq_len`` tokens at most; ``dtype`` is kept at 0 bits."""
+        """A layer that keeps rows, for sequences of ``max_seq_len`` tokens at most; ``dtype`` is kept at 0
+        bits.
+        """
         seen = narrow_window(window, max_seq_len)
         value_bits = kv_bits if value_bits < 0 or not value_head_dim else value_bits
         return cls(
@@ -131,27 +136,42 @@ class LayerFormat:
     def from_json(cls, raw: object) -> "LayerFormat":
         """Of what :meth:`as_json` gave, every field checked."""
         names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
-        if isinstance(raw, dict):  # files of before have no front, and only those where they differ have value bits
+        # files of before have no front, and only those where they differ have value bits
+        if isinstance(raw, dict):
             raw = {"front": "", "value_bits": raw.get(FILE_WORDS["kv_bits"])} | raw
         if not isinstance(raw, dict) or raw.keys() != {*names.values(), "keep"}:
-            raise ValueError("a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"])))
+            raise ValueError(
+                "a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"]))
+            )
         if raw["keep"] != 0:
             raise ValueError(f"keep is {_shown(raw['keep'])}; expected 0: no window keeps its first tokens")
         raw = {name: raw[word] for name, word in names.items()}
-        for name in ("num_kv_heads", "head_dim", "value_head_dim", "kv_bits", "value_bits", "kv_group_size", "slack"):
+        for name in (
+            "num_kv_heads",
+            "head_dim",
+            "value_head_dim",
+            "kv_bits",
+            "value_bits",
+            "kv_group_size",
+            "slack",
+        ):
             check_number(name, raw[name])
         if raw["window"] is not None:
             check_number("window", raw["window"], 1)
         for name, allowed in (("kind", KINDS), ("dtype", ("", *DTYPES)), ("scale_dtype", ("", "F16", "F32"))):
             if raw[name] not in allowed:
-                raise ValueError(f"{name} is {_shown(raw[name])}; expected one of {', '.join(filter(None, allowed))}")
+                raise ValueError(
+                    f"{name} is {_shown(raw[name])}; expected one of {', '.join(filter(None, allowed))}"
+                )
         if not isinstance(raw["front"], str):
             raise ValueError(f"front is {_shown(raw['front'])}; expected text")
         pairs = raw["split_pairs"]
         if pairs is not None:
             pairs = check_numbers("split_pairs", pairs)
             if sorted(set(pairs)) != list(pairs) or (pairs and pairs[-1] >= raw["head_dim"] // 2):
-                raise ValueError(f"split_pairs is {_shown(pairs)}; expected ascending numbers of rotary pairs")
+                raise ValueError(
+                    f"split_pairs is {_shown(pairs)}; expected ascending numbers of rotary pairs"
+                )
         if not isinstance(raw["state"], list) or type(raw["shared"]) is not bool:
             raise ValueError(f"state is {_shown(raw['state'])}; expected a list, and shared a bool")
         made = cls(**raw | {"split_pairs": pairs, "state": tuple(map(parse_stored, raw["state"]))})
@@ -167,7 +187,9 @@ class LayerFormat:
         if self.value_bits not in ((4, 8) if self.kv_bits else (0,)):
             raise ValueError(f"a layer of {self.kv_bits} bits of keys and {self.value_bits} of values")
         if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
-            raise ValueError(f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}")
+            raise ValueError(
+                f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}"
+            )
         widths = (self.head_dim, self.value_head_dim)
         if self.kv_bits and (not self.kv_group_size or any(width % self.kv_group_size for width in widths)):
             raise ValueError(
@@ -177,7 +199,9 @@ class LayerFormat:
             raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
         allowed = [stored_dtype(self.kv_bits, self.value_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
         if self.dtype not in allowed:
-            raise ValueError(f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}")
+            raise ValueError(
+                f"dtype is {self.dtype!r} at {self.kv_bits} bits; expected {' or '.join(allowed)}"
+            )
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
@@ -219,7 +243,9 @@ class LayerFormat:
     def front_arrays(self) -> list[Stored]:
         """What its front holds beside the bias split."""
         parts = self.front.partition(":")[0].split("+")
-        return [("F32", (self.num_kv_heads, 1, self.head_dim)) for part in ("center", "balance") if part in parts]
+        return [
+            ("F32", (self.num_kv_heads, 1, self.head_dim)) for part in ("center", "balance") if part in parts
+        ]
 
     def tables(self) -> dict[str, Stored]:
         """The biases that tokens are stored without, by their names."""

@@ -91,21 +91,25 @@ class StateView(CachePart):
 class ModelCache(PoolBatch, Sequence[Any]):
     """One cache for all layers of a model. ``model.make_cache()`` makes it.
 
-    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, and of one view of all states behind them.
-    All have the same length. A scheduler takes it in the place of a pool, whose attributes it has.
+    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, and of one view of all states
+    behind them. All have the same length. A scheduler takes it in the place of a pool, whose attributes it
+    has.
     """
 
     pool: Pool
-    attends_apart, has_windows, page_size = True, False, PAGE_SIZE  # pages that are shared have no windows here
+    # pages that are shared have no windows here
+    attends_apart, has_windows, page_size = True, False, PAGE_SIZE
     max_sequences = num_free = 1
 
     def __init__(self, pool: Pool) -> None:
         """Open the sequence of a pool of one, which is made for it."""
         self.held: PoolSequence = pool.sequence(pool.max_seq_len)
         super().__init__(pool, [self.held])
-        self.max_seq_len, self.formats = pool.max_seq_len, pool.formats  # tokens that are reserved, of each layer
+        # tokens that are reserved, of each layer
+        self.max_seq_len, self.formats = pool.max_seq_len, pool.formats
         self.backend, self.num_pages, self.pages_needed = pool.backend, pool.num_pages, pool.pages_needed
-        self.takes_back = not pool.states  # a step may be committed in part: of up to 17 tokens if there are windows
+        # a step may be committed in part: of up to 17 tokens if there are windows
+        self.takes_back = not pool.states
         self.ahead = 0  # of its tokens the last ones that are computed and not handed out yet
         self.prefill_step_size = sys.maxsize  # prompt tokens that a scheduler feeds at a time
         # In place of ids a model takes rows (T, hidden) from a position on.
@@ -120,7 +124,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
             return layers
         for layer in layers:
             if not isinstance(layer, KVCache):
-                raise ValueError(f"the cache holds a {type(layer).__name__}; expected what model.make_cache returns")
+                raise ValueError(
+                    f"the cache holds a {type(layer).__name__}; expected what model.make_cache returns"
+                )
         cache: ModelCache | None = layers[0].batch if layers else None
         if cache is None or [layer.layer for layer in layers] != list(cache.pool.layers):
             raise ValueError(f"a list of {len(layers)} layers; expected all layers of one cache, in order")
@@ -187,7 +193,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.held
 
     def _read(self, disk: PoolDisk, prompt: Sequence[int]) -> None:
-        """Take what is on disk of the beginning of a prompt, less its last token, if that is more than it holds."""
+        """Take what is on disk of the beginning of a prompt, less its last token, if that is more than it
+        holds.
+        """
         held = self.held
         ids, chain, first = self.pool.on_disk(prompt, held.salt, whole_pages=False)
         if len(ids) <= held.length:
@@ -269,7 +277,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return 0 if self.divided else self.pool.checkpoints
 
     def go_back(self, num_tokens: int) -> int:
-        """Forget what it has past ``num_tokens`` tokens; if some layer cannot go back so far, past the last place kept.
+        """Forget what it has past ``num_tokens`` tokens; if some layer cannot go back so far, past the last
+        place kept.
 
         Returns how many tokens are still held.
         """
@@ -279,8 +288,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def keep_common(self, ids: Sequence[int]) -> int:
         """Go back to what it has in common with these tokens. Returns how many of them it holds now.
 
-        At least one less than there are: one has to be fed for there to be logits. Fewer if a window or a state cannot
-        go back so far.
+        At least one less than there are: one has to be fed for there to be logits. Fewer if a window or a
+        state cannot go back so far.
         """
         held = self.held.ids
         length = min(len(held), len(ids) - 1)
@@ -299,7 +308,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
             self.pool.release()
 
     def fork(self) -> Self:
-        """A cache of its own with the same tokens and the same reservation; what one appends the other never sees.
+        """A cache of its own with the same tokens and the same reservation; what one appends the other never
+        sees.
 
         Raises:
             RuntimeError: another thread uses the cache, or it was released.
@@ -315,7 +325,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
         return self.fork()
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-        """Save the committed tokens: one safetensors file, for its owner only, in place of what is at ``path``.
+        """Save the committed tokens: one safetensors file, for its owner only, in place of what is at
+        ``path``.
 
         docs/python.md says what it holds. Only rows in use are stored.
 
@@ -341,8 +352,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
             the metadata it was saved with.
 
         Raises:
-            SnapshotError: a file that is no snapshot, is truncated or altered, or is of another model, format or
-                version. The message names what differs. The cache is empty then. Or it is divided over ranks.
+            SnapshotError: a file that is no snapshot, is truncated or altered, or is of another model, format
+                or version. The message names what differs. The cache is empty then. Or it is divided over
+                ranks.
             RuntimeError: another thread uses the cache, or it was released.
         """
         with self.turn:
@@ -360,7 +372,9 @@ class ModelCache(PoolBatch, Sequence[Any]):
         self._is_torn = False
 
     def _hand_out(self) -> None:
-        """Begin to hand out pages; after an interruption in the middle of it the free ones are found again."""
+        """Begin to hand out pages; after an interruption in the middle of it the free ones are found
+        again.
+        """
         if self._is_torn:
             for part, table in zip(self.pool.parts, self.held.tables, strict=True):
                 part.pages.hold_only(table.pages)

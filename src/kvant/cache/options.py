@@ -30,12 +30,14 @@ class CacheOptions:
     """How caches and pools store their tokens.
 
     Attributes:
-        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. Of a format the fewest of quantized ones.
-        kv_group_size: elements of a head that share one scale; without meaning at 0 bits. Of a format the smallest.
-            None: 32, or the greatest common divisor of 32 and the heads' width.
+        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. Of a format the fewest of quantized
+            ones.
+        kv_group_size: elements of a head that share one scale; without meaning at 0 bits. Of a format the
+            smallest. None: 32, or the greatest common divisor of 32 and the heads' width.
         bias_split: the projections' biases stay out of the cache, and attention adds them exactly.
         kernels: "fused" or "unfused"; None: KVANT_KERNELS, else fused on a GPU that it works on.
-        checkpoints: places in texts that can be gone back to, where windows and states move on: so many at once.
+        checkpoints: places in texts that can be gone back to, where windows and states move on: so many at
+            once.
         kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
         rotates: without a format, keys of 4 bits go through a Hadamard transform, as in
             :class:`kvant.operators.front.Front`. A caller's ``kv_format="pmx"`` turns it off.
@@ -55,26 +57,35 @@ class CacheOptions:
     def __post_init__(self) -> None:
         if self.kv_format is not None:
             quantized = [layer for layer in self.kv_format.layers if layer.kv_bits] or self.kv_format.layers
-            object.__setattr__(self, "kv_bits", min(min(layer.kv_bits, layer.value_bits) for layer in quantized))
+            object.__setattr__(
+                self, "kv_bits", min(min(layer.kv_bits, layer.value_bits) for layer in quantized)
+            )
             object.__setattr__(self, "kv_group_size", min(layer.kv_group_size for layer in quantized))
         if type(self.kv_bits) is not int or self.kv_bits not in QUANT_BITS:
-            raise ArgumentError("kv_bits", f"is {self.kv_bits!r:.80}; expected 8, 4, or 0 for no quantization")
+            raise ArgumentError(
+                "kv_bits", f"is {self.kv_bits!r:.80}; expected 8, 4, or 0 for no quantization"
+            )
         group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
         if type(group) is not int or group < 1:
             raise ArgumentError("kv_group_size", f"is {self.kv_group_size!r:.80}; expected a positive int")
         if self.kernels not in (None, *KERNELS):
-            raise ArgumentError("kernels", f"is {self.kernels!r:.80}; expected {' or '.join(map(repr, KERNELS))}")
+            raise ArgumentError(
+                "kernels", f"is {self.kernels!r:.80}; expected {' or '.join(map(repr, KERNELS))}"
+            )
         if type(self.checkpoints) is not int or self.checkpoints < 0:
             raise ArgumentError("checkpoints", f"is {self.checkpoints!r:.80}; expected an int, 0 or more")
 
     @classmethod
     def of(cls, **fields: Unpack[CacheFields]) -> Self:
-        """Return the options a caller asks for: None is the default, and a format may be its file or ``"pmx"``."""
+        """Return the options a caller asks for: None is the default, and a format may be its file or
+        ``"pmx"``.
+        """
         given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         if given.get("kv_format") == PMX:
             if (bits := given.get("kv_bits", DEFAULT_KV_BITS)) != FITTED_BITS:
                 problem = (
-                    f"is {PMX}, a format of {FITTED_BITS} bits; the cache has {bits!r:.80}: choose {FITTED_BITS} with"
+                    f"is {PMX}, a format of {FITTED_BITS} bits; the cache has {bits!r:.80}: "
+                    f"choose {FITTED_BITS} with"
                 )
                 raise ArgumentError("kv_format", problem, "kv_bits")
             del given["kv_format"]
@@ -100,7 +111,8 @@ class CacheOptions:
 
         Args:
             number: of the layer, of those that keep keys and values.
-            can_rotate: whether its keys can go through a Hadamard transform. A tuned format has decided that itself.
+            can_rotate: whether its keys can go through a Hadamard transform. A tuned format has decided that
+                itself.
         """
         if self.kv_format is not None:
             return self.kv_format.layers[number]
@@ -123,7 +135,9 @@ class CacheOptions:
         return self.kv_group_size or DEFAULT_KV_GROUP_SIZE
 
     def fitted(self, width: int) -> "CacheOptions":
-        """Return the options for heads of this width: without a group size, it becomes one that divides them."""
+        """Return the options for heads of this width: without a group size, it becomes one that divides
+        them.
+        """
         if self.kv_group_size is not None:
             return self
         return replace(self, kv_group_size=math.gcd(DEFAULT_KV_GROUP_SIZE, width))

@@ -48,9 +48,10 @@ class PoolLayer:
         format: of its tokens.
         front: what keys go through before they are stored, and queries before they attend.
         use: how it calls the fused kernel, if that is used.
-        backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is unfused.
-        arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may hold them, or
-            a slice of them: MLX would copy the whole array at the next append.
+        backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is
+            unfused.
+        arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may
+            hold them, or a slice of them: MLX would copy the whole array at the next append.
     """
 
     format: LayerFormat
@@ -79,11 +80,13 @@ class PoolLayer:
 class PagedLayers:
     """The layers that share page tables: those that see all tokens, or those of one window width.
 
-    Without a window a sequence is given all its pages when it is opened, as far as pages are free. The others are
-    promised: until it writes there, beginnings that nobody reads now stay in them. With a window its pages move along:
-    a page whose rows all left the window, and the 16 tokens before it that it may go back, is given back, and one is
-    taken for new rows. How many it may have at once is promised when it is opened. The promises to all sequences are
-    never more than there are pages. So a page is always found.
+    Without a window a sequence is given all its pages when it is opened, as far as pages are free. The others
+    are
+    promised: until it writes there, beginnings that nobody reads now stay in them. With a window its pages
+        move along:
+    a page whose rows all left the window, and the 16 tokens before it that it may go back, is given back, and
+    one is taken for new rows. How many it may have at once is promised when it is opened. The promises to all
+    sequences are never more than there are pages. So a page is always found.
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.
@@ -91,15 +94,23 @@ class PagedLayers:
         layers: their rows.
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
-        promised: pages that sequences may have, with a window; without one, those of them that they have not got yet.
+        promised: pages that sequences may have, with a window; without one, those of them that they have not
+            got yet.
         is_fused: whether the fused kernel takes steps of a few tokens.
         copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
     """
 
     def __init__(
-        self, window: int | None, layers: Sequence[PoolLayer], num_pages: int, step_size: int, checkpoints: int = 0
+        self,
+        window: int | None,
+        layers: Sequence[PoolLayer],
+        num_pages: int,
+        step_size: int,
+        checkpoints: int = 0,
     ) -> None:
-        """``step_size``: new tokens of a sequence in one step, at most. ``checkpoints``: of the prefix index."""
+        """``step_size``: new tokens of a sequence in one step, at most. ``checkpoints``: of the prefix
+        index.
+        """
         self.window = window
         self.in_chunks = window is not None and any(layer.format.kind == "chunks" for layer in layers)
         self.layers = tuple(layers)
@@ -115,7 +126,9 @@ class PagedLayers:
         return int(min(pages_for(max_tokens), self._window_pages))
 
     def _table(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
-        return PageTable(first, [*pages], self.limit(max_tokens), moves=self._window_pages < pages_for(max_tokens))
+        return PageTable(
+            first, [*pages], self.limit(max_tokens), moves=self._window_pages < pages_for(max_tokens)
+        )
 
     @property
     def num_free(self) -> int:
@@ -124,7 +137,9 @@ class PagedLayers:
 
     @property
     def _room(self) -> int:
-        """Pages that are nobody's, or that only the index holds, and that are not promised where there is no window."""
+        """Pages that are nobody's, or that only the index holds, and that are not promised where there is
+        no window.
+        """
         return self.pages.num_free + self.prefix.num_idle - (self.promised if self.window is None else 0)
 
     def first_seen(self, length: int) -> int:
@@ -138,11 +153,15 @@ class PagedLayers:
         return self.first_seen(length)
 
     def seen(self, chain: Sequence[bytes], rest: int = 0) -> Sequence[bytes]:
-        """Of the digests of a text's pages those of the pages that the token ``rest`` tokens behind them sees."""
+        """Of the digests of a text's pages those of the pages that the token ``rest`` tokens behind them
+        sees.
+        """
         return chain[self.first_seen(len(chain) * PAGE_SIZE + rest) // PAGE_SIZE :]
 
     def take_in(self, digest: bytes, before: bytes, ids: Sequence[int], held: Sequence[mx.array]) -> bool:
-        """Have a page of a text in the index, whose rows are :meth:`page_rows`. Returns whether there was room."""
+        """Have a page of a text in the index, whose rows are :meth:`page_rows`. Returns whether there was
+        room.
+        """
         if self._room < 1:
             return False
         (page,) = self._take(1)
@@ -163,8 +182,8 @@ class PagedLayers:
     def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
         """A table that shares whole pages with another, for a sequence of the same ``length`` tokens.
 
-        The last page, where it is not whole, is copied at once: each of the two is going to write there, so that its
-        place has to be found in any case.
+        The last page, where it is not whole, is copied at once: each of the two is going to write there, so
+        that its place has to be found in any case.
         """
         whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
         self.pages.share(table.pages[:whole])
@@ -175,9 +194,11 @@ class PagedLayers:
         return made
 
     def copy_alike(self, table: PageTable, length: int, before: bytes, ids: Sequence[int]) -> int:
-        """Copy rows behind the first ``length``, whole pages, from a page that begins with some of the same tokens.
+        """Copy rows behind the first ``length``, whole pages, from a page that begins with some of the same
+        tokens.
 
-        ``before``: the digest of the text so far. Returns how many of the tokens ``ids`` behind it are there now.
+        ``before``: the digest of the text so far. Returns how many of the tokens ``ids`` behind it are there
+            now.
         """
         page, count = self.prefix.most_alike(before, ids)
         if count:
@@ -199,7 +220,9 @@ class PagedLayers:
             table.first, table.pages = 0, []
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
-        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be written."""
+        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be
+        written.
+        """
         if self.window is None:
             self.make_room([table], [0], length)
             return
@@ -218,7 +241,9 @@ class PagedLayers:
         self._move(table, length - 1, length)
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
-        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is copied."""
+        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is
+        copied.
+        """
         for table, length in zip(tables, lengths, strict=True):
             if self.window is None:
                 self._extend(table, length + new_tokens)
@@ -229,7 +254,9 @@ class PagedLayers:
         written = [
             (table, number, max(0, length - table.start - number * PAGE_SIZE))
             for table, length in zip(tables, lengths, strict=True)
-            for number in range((length - table.start) // PAGE_SIZE, pages_for(length + new_tokens - table.start))
+            for number in range(
+                (length - table.start) // PAGE_SIZE, pages_for(length + new_tokens - table.start)
+            )
         ]
         counts = Counter(table.pages[number] for table, number, _ in written)
         shared = [page for page in counts if self.pages.refcount(page) > 1]
@@ -240,7 +267,8 @@ class PagedLayers:
                 self.prefix.forget(page)
         if (needed := self._copies(counts, shared)) > self._room:
             raise ContextError(
-                f"{needed} shared pages are to be written; of {self.pages.num} pages {self._room} are free for a copy"
+                f"{needed} shared pages are to be written; of {self.pages.num} pages {self._room} are free "
+                f"for a copy"
             )
         for table, number, rows in written:
             page = table.pages[number]
@@ -256,7 +284,9 @@ class PagedLayers:
         return self.first_seen(max(0, length - SLACK)) // PAGE_SIZE * PAGE_SIZE
 
     def _move(self, table: PageTable, start: int, end: int) -> None:
-        """Give back the pages that no query from 16 before position ``start`` on sees, and take those up to ``end``."""
+        """Give back the pages that no query from 16 before position ``start`` on sees, and take those up
+        to ``end``.
+        """
         first = self._first_kept(start) if table.moves else 0
         if first > table.start:
             gone = (first - table.start) // PAGE_SIZE
@@ -273,17 +303,22 @@ class PagedLayers:
             self.promised -= missing
 
     def _reserve(self, table: PageTable, max_tokens: int) -> PageTable:
-        """The table with its pages, or with a promise of them; where there is neither, what it holds is given back."""
+        """The table with its pages, or with a promise of them; where there is neither, what it holds is
+        given back.
+        """
         needed = table.limit if self.window is not None else table.limit - len(table.pages)
         if needed > self.num_free:
             free = self.num_free
             self.pages.release(table.pages)
             raise ContextError(
-                f"{max_tokens} tokens need {needed} more pages of {PAGE_SIZE}; {free} of {self.pages.num} are free"
+                f"{max_tokens} tokens need {needed} more pages of {PAGE_SIZE}; {free} of {self.pages.num} "
+                f"are free"
             )
         self.promised += needed
         if self.window is None:
-            self._extend(table, table.start + min(len(table.pages) + self.pages.num_free, table.limit) * PAGE_SIZE)
+            self._extend(
+                table, table.start + min(len(table.pages) + self.pages.num_free, table.limit) * PAGE_SIZE
+            )
         return table
 
     def _take(self, count: int) -> list[int]:
@@ -292,7 +327,9 @@ class PagedLayers:
         return self.pages.allocate(count)
 
     def _copies(self, counts: Counter[int], shared: Sequence[int]) -> int:
-        """Pages needed so that each writer of a shared page has one of its own: the last holder needs none."""
+        """Pages needed so that each writer of a shared page has one of its own: the last holder needs
+        none.
+        """
         return sum(min(counts[page], self.pages.refcount(page) - 1) for page in shared)
 
     def copy(self, page: int, to: int, rows: int) -> None:
@@ -306,7 +343,11 @@ class PagedLayers:
     def page_rows(self, page: int, rows: int) -> list[mx.array]:
         """The first rows of a page, of each array of each layer; copies."""
         first = page * PAGE_SIZE
-        return [mx.contiguous(array[:, :, first : first + rows]) for layer in self.layers for array in layer.arrays]
+        return [
+            mx.contiguous(array[:, :, first : first + rows])
+            for layer in self.layers
+            for array in layer.arrays
+        ]
 
     def put_page(self, page: int, held: Sequence[mx.array]) -> None:
         """Write the first rows of a page, as :meth:`page_rows` gave them."""
@@ -319,7 +360,9 @@ class PagedLayers:
 def kernel_of(
     own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool
 ) -> tuple[KernelUse, Backend | None]:
-    """How a layer calls the fused kernel, and what runs that; None: it is unfused. Arguments are :class:`Pool`'s."""
+    """How a layer calls the fused kernel, and what runs that; None: it is unfused. Arguments are
+    :class:`Pool`'s.
+    """
     use = KernelUse(
         own.head_dim,
         own.value_head_dim,

@@ -22,7 +22,8 @@ class Pages:
     def allocate(self, count: int) -> list[int]:
         """``count`` free pages, held once, as few stretches as there are.
 
-        The smallest stretch that is long enough is taken, so that long ones stay; where none is, the longest first.
+        The smallest stretch that is long enough is taken, so that long ones stay; where none is, the longest
+        first.
         """
         if count > self.num_free:
             raise ContextError(f"{count} pages are needed; {self.num_free} of {self.num} are free")
@@ -81,7 +82,9 @@ class Pages:
 
 
 def runs(pages: Sequence[int], first: int, end: int) -> list[Run]:
-    """The rows of tokens ``first`` to ``end`` where token 0 is at the first row of ``pages[0]``, neighbours joined."""
+    """The rows of tokens ``first`` to ``end`` where token 0 is at the first row of ``pages[0]``,
+    neighbours joined.
+    """
     if first >= end:
         return []
     used = pages[first // PAGE_SIZE : pages_for(end)]

@@ -38,19 +38,22 @@ class Pool(PoolState):
     def sequence(
         self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
     ) -> PoolSequence:
-        """Open a sequence, with pages for ``max_tokens`` tokens, the most that it will have. It must be released.
+        """Open a sequence, with pages for ``max_tokens`` tokens, the most that it will have. It must be
+        released.
 
         Args:
-            prompt: ids that it will begin with. As many as others have shared are there at once, and at least one less
-                than given: one has to be fed for there to be logits.
+            prompt: ids that it will begin with. As many as others have shared are there at once, and at least
+                one less than given: one has to be fed for there to be logits.
             salt: sequences share pages only with those of the same one.
-            whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins alike
-                are copied as well.
+            whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins
+                alike are copied as well.
         """
         with self.turn:
             self.check_opening(max_tokens)
             if len(prompt) > max_tokens:
-                raise ContextError(f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}")
+                raise ContextError(
+                    f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}"
+                )
             chain, rest = self._beginning(prompt, salt, whole_pages)
             tables: list[PageTable] = []
             try:
@@ -89,7 +92,8 @@ class Pool(PoolState):
         self.disk = PoolDisk(disk, self, is_exact=is_exact)
 
     def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
-        """Read pages that a prompt begins with from disk, ``most`` of them at most, for :meth:`sequence` to share.
+        """Read pages that a prompt begins with from disk, ``most`` of them at most, for :meth:`sequence` to
+        share.
 
         Returns whether there may be more to read.
         """
@@ -106,8 +110,9 @@ class Pool(PoolState):
                 own, before = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE], [root(salt), *chain][number]
                 held = self.disk.page(part, chain[number], len(own))
                 if held is None:
-                    # It is gone by now, and with it some of the beginning. What is behind it is going to be computed,
-                    # so it goes too and is written again: it may be wrong as well, which only a restart would show.
+                    # It is gone by now, and with it some of the beginning. What is behind it is going to be
+                    # computed, so it goes too and is written again: it may be wrong as well, which only a
+                    # restart would show.
                     for other, behind in missing[place:]:
                         self.disk.remove(other, chain[behind])
                     return True
@@ -128,7 +133,8 @@ class Pool(PoolState):
     ) -> tuple[Sequence[int], list[bytes], dict[PagedLayers, int]]:
         """The longest beginning of a prompt, less its last token, that there is in pages here and on disk.
 
-        Returns its tokens, the digests of its pages, and of each part the number of the first page that is needed.
+        Returns its tokens, the digests of its pages, and of each part the number of the first page that is
+        needed.
         """
         chain, rest = self._beginning(prompt, salt, whole_pages, self.disk)
         first = {part: len(chain) - len(part.seen(chain, rest)) for part in self.parts}
@@ -144,25 +150,32 @@ class Pool(PoolState):
         return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
 
     def num_stored(self, ids: Sequence[int], salt: bytes) -> int:
-        """Tokens at the beginning of a text that others had too, whether or not it can go on from all of them."""
+        """Tokens at the beginning of a text that others had too, whether or not it can go on from all of
+        them.
+        """
         chain = digests(ids, salt)
         while chain and not has_page(self.disk, self.main, chain[-1]):
             chain.pop()
         length = len(chain) * PAGE_SIZE
-        behind = self.main.prefix.most_alike(chain[-1] if chain else root(salt), ids[length : length + PAGE_SIZE])
+        behind = self.main.prefix.most_alike(
+            chain[-1] if chain else root(salt), ids[length : length + PAGE_SIZE]
+        )
         return length + behind[1]
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which sequences of this pool take part, at least one, none twice.
 
-        ``rows``: sequences that the steps' inputs have, those past the given ones as padding; None: no padding.
+        ``rows``: sequences that the steps' inputs have, those past the given ones as padding; None: no
+            padding.
         """
         return PoolBatch(self, sequences, rows)
 
     def _beginning(
         self, prompt: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
     ) -> tuple[list[bytes], int]:
-        """What all layers, or ``disk``, have of a prompt less its last token: the pages' digests, and tokens behind."""
+        """What all layers, or ``disk``, have of a prompt less its last token: the pages' digests, and
+        tokens behind.
+        """
         known = prompt[: max(0, len(prompt) - 1)]
         chain = digests(known, salt)
         has = partial(has_page, disk)
@@ -179,8 +192,12 @@ class Pool(PoolState):
                     return chain[:pages], behind
         return [], 0
 
-    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None) -> int | None:
-        """How many of the tokens behind the whole pages of a text can be copied; None: nobody goes on there."""
+    def _behind(
+        self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None
+    ) -> int | None:
+        """How many of the tokens behind the whole pages of a text can be copied; None: nobody goes on
+        there.
+        """
         if not self.states:
             alike = 0 if whole_pages else self._alike(before, ids)
             return alike if alike >= FEWEST_COPIED else 0

@@ -18,11 +18,14 @@ from kvant.operators.paged_attention import append_and_attend_paged
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows, put_rows
 
-Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]  # new tokens, as a layer stores them
+# new tokens, as a layer stores them
+Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]
 
 
 class AttentionCache(Protocol):
-    """What a model's layer sees of its cache. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
+    """What a model's layer sees of its cache. B batch, S new tokens, H query heads, K kv heads, D
+    head_dim.
+    """
 
     @property
     def front(self) -> Front:
@@ -36,30 +39,34 @@ class AttentionCache(Protocol):
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every token so far, causally.
+        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every token so far,
+        causally.
 
-        A cache with a window lets a query see the last tokens only. ``mask``, of one sequence, is added to the scores
-        (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S, where H and B may be 1. ``sinks``
-        (H,) are learned scores that take their share of the softmax and add nothing. Returns (B, H, S, D).
+        A cache with a window lets a query see the last tokens only. ``mask``, of one sequence, is added to
+        the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S, where H and B
+        may be 1. ``sinks`` (H,) are learned scores that take their share of the softmax and add nothing.
+        Returns (B, H, S, D).
         """
 
 
 class PoolBatch:
     """The cache of a model's step, of sequences of different lengths. ``pool.batch`` makes it.
 
-    A step has three parts: :meth:`begin`, the computation, in which every layer attends through ``batch[i].attend``,
-    and :meth:`commit`. Only a committed step counts. A step that fails, is interrupted or is abandoned is never
-    committed, and the next one overwrites what it wrote. It serves any number of steps.
+    A step has three parts: :meth:`begin`, the computation, in which every layer attends through
+    ``batch[i].attend``, and :meth:`commit`. Only a committed step counts. A step that fails, is interrupted
+    or is abandoned is never committed, and the next one overwrites what it wrote. It serves any number of
+    steps.
 
-    A step is to be evaluated before another one of the same pool begins, or that one has to need its result: MLX would
-    copy the layers' arrays to read what the other is about to change.
+    A step is to be evaluated before another one of the same pool begins, or that one has to need its result:
+    MLX would copy the layers' arrays to read what the other is about to change.
     """
 
     def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         self.pool, self.turn = pool, pool.turn
         self.sequences = tuple(sequences)  # that take part, B of them
         count = len(self.sequences)
-        # Of the inputs, B or more. Those past B are padding: nothing of them is written, and their attention is 0.
+        # Of the inputs, B or more. Those past B are padding: nothing of them is written, and their attention
+        # is 0.
         self.rows = count if rows is None else rows
         if not count or len({id(sequence) for sequence in self.sequences}) != count:
             raise ValueError(f"a batch of {count} sequences; expected at least one, none twice")
@@ -102,7 +109,8 @@ class PoolBatch:
         return [sequence.ids for sequence in self.sequences]
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
-        """Begin a step of token ids (rows, S); earlier ones of its sequences that were not committed are gone.
+        """Begin a step of token ids (rows, S); earlier ones of its sequences that were not committed are
+        gone.
 
         Returns the position of each row's first new token, 0 for padding.
         """
@@ -136,8 +144,8 @@ class PoolBatch:
 
         Args:
             num_tokens: the first so many of its tokens, an int or one for each sequence; None: all.
-            ids: the step's token ids, one list for each sequence; None: they are read from what the step was begun
-                with.
+            ids: the step's token ids, one list for each sequence; None: they are read from what the step was
+                begun with.
         """
         with self.turn:
             step, count = self.step, len(self.sequences)
@@ -147,9 +155,15 @@ class PoolBatch:
                     "no step to commit: none was begun, or a sequence was trimmed or began another one since"
                 )
             S = step.shape[1]
-            each = num_tokens if isinstance(num_tokens, Sequence) else [S if num_tokens is None else num_tokens] * count
+            each = (
+                num_tokens
+                if isinstance(num_tokens, Sequence)
+                else [S if num_tokens is None else num_tokens] * count
+            )
             if len(each) != count or any(type(number) is not int or not 0 <= number <= S for number in each):
-                raise ValueError(f"num_tokens is {num_tokens}; expected ints up to {S}, one for all or {count}")
+                raise ValueError(
+                    f"num_tokens is {num_tokens}; expected ints up to {S}, one for all or {count}"
+                )
             given: Sequence[Sequence[int]] = step.tolist() if ids is None else ids  # type: ignore[assignment]
             new = [list(given[b][: each[b]]) for b in range(count)]
             if any(len(own) != number for own, number in zip(new, each, strict=True)):
@@ -214,7 +228,9 @@ class PoolLayerView:
     ) -> mx.array:
         own = self.layer.format
         if sinks is not None and self.front.center is not None:
-            raise ValueError("keys are stored without a constant, which would change the share of learned sinks")
+            raise ValueError(
+                "keys are stored without a constant, which would change the share of learned sinks"
+            )
         output, waiting = append_and_attend_paged(
             query,
             key,
@@ -234,7 +250,12 @@ class PoolLayerView:
 
 
 def place_rows(
-    part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int, *, waits: bool = False
+    part: PagedLayers,
+    tables: Sequence[PageTable],
+    lengths: Sequence[int],
+    new_tokens: int,
+    *,
+    waits: bool = False,
 ) -> PagedRows:
     """Where S new tokens of each sequence are written, and what their queries read.
 

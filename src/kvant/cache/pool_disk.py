@@ -1,4 +1,6 @@
-"""What a pool has in a disk cache: pages and states under the digests of their texts, in the form it stores them."""
+"""What a pool has in a disk cache: pages and states under the digests of their texts, in the form it
+stores them.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,15 @@ from typing import TypeVar
 import mlx.core as mx
 
 from kvant.cache.disk import DiskCache
-from kvant.cache.layer_format import Arrays, Stored, array_bytes, as_array, parse_stored, stored_bytes, stored_of
+from kvant.cache.layer_format import (
+    Arrays,
+    Stored,
+    array_bytes,
+    as_array,
+    parse_stored,
+    stored_bytes,
+    stored_of,
+)
 from kvant.cache.paged_layers import PagedLayers
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_state import PoolState
@@ -24,16 +34,26 @@ class PoolDisk:
     """Files of one model and format in a disk cache, which may have others' too."""
 
     def __init__(self, disk: DiskCache, pool: PoolState, *, is_exact: bool) -> None:
-        """``is_exact``: only what chunks of 128 tokens computed here is read, as for a deterministic scheduler."""
+        """``is_exact``: only what chunks of 128 tokens computed here is read, as for a deterministic
+        scheduler.
+        """
         pool.check_whole()
         if pool.identity is None:
-            raise ValueError("the model was not loaded from a folder: nobody could tell its files from another's")
+            raise ValueError(
+                "the model was not loaded from a folder: nobody could tell its files from another's"
+            )
         self.disk = disk
         self._parts = pool.parts
         self._row_bytes = {part: sum(map(stored_bytes, _rows(part, 1))) for part in pool.parts}
         self._states = pool.states
         computed = [version("mlx"), str(mx.default_device())] if is_exact else []
-        facts = [VERSION, pool.identity.model, pool.layout, [layer.format.as_json() for layer in pool.layers], computed]
+        facts = [
+            VERSION,
+            pool.identity.model,
+            pool.layout,
+            [layer.format.as_json() for layer in pool.layers],
+            computed,
+        ]
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
 
     def has(self, part: PagedLayers | None, digest: bytes) -> bool:
@@ -41,7 +61,9 @@ class PoolDisk:
         return self._name(part, digest) in self.disk
 
     def put_page(self, part: PagedLayers, digest: bytes, page: int, rows: int) -> None:
-        """Have a page written, of so many rows; a part of one only where there are states, which go on there."""
+        """Have a page written, of so many rows; a part of one only where there are states, which go on
+        there.
+        """
         if rows == PAGE_SIZE or self._states:
             size = rows * self._row_bytes[part]
             self.disk.put(self._name(part, digest), size, lambda: packed(part.page_rows(page, rows)))
@@ -106,7 +128,9 @@ def packed(arrays: Sequence[mx.array | None]) -> bytes:
 
 
 def unpacked(data: bytes, expected: Sequence[Stored] | None = None) -> Arrays:
-    """The arrays of :func:`packed`, which are the ``expected`` ones; a ValueError if these bytes are something else."""
+    """The arrays of :func:`packed`, which are the ``expected`` ones; a ValueError if these bytes are
+    something else.
+    """
     place = 4 + int.from_bytes(data[:4], "little")
     raw = json.loads(data[4:place])
     if not isinstance(raw, list):

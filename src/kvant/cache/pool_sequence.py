@@ -50,7 +50,8 @@ class PoolSequence:
         self.check_open()
         if new_tokens > self.room:
             raise ContextError(
-                f"{new_tokens} more tokens do not fit: {self.length} of the {self.max_tokens} reserved tokens are used"
+                f"{new_tokens} more tokens do not fit: {self.length} of the {self.max_tokens} reserved "
+                f"tokens are used"
             )
 
     def check_open(self) -> None:
@@ -68,7 +69,9 @@ class PoolSequence:
         self._states = {self.length: states}
 
     def will_have(self, length: int, states: list[Arrays]) -> None:
-        """Take the states of so many tokens, which count from there on: a commit can be interrupted anywhere."""
+        """Take the states of so many tokens, which count from there on: a commit can be interrupted
+        anywhere.
+        """
         self._states = {self.length: self.states, length: states}
 
     def commit(self, ids: Sequence[int]) -> None:
@@ -89,7 +92,8 @@ class PoolSequence:
             length = self.length - lost
             if not self.can_trim_to(length):
                 raise ValueError(
-                    f"{lost} of {self.length} tokens are to be forgotten; its windows or states go back no further "
+                    f"{lost} of {self.length} tokens are to be forgotten; its windows or states go back no "
+                    f"further "
                     f"than to {self.oldest} tokens, or to none"
                 )
             self.step = None
@@ -123,7 +127,8 @@ class PoolSequence:
         self.length = length
 
     def keep(self) -> None:
-        """Keep what is seen through windows, and the states, so that it can go back to the tokens that it has now.
+        """Keep what is seen through windows, and the states, so that it can go back to the tokens that it has
+        now.
 
         Of more than the pool has checkpoints the second goes: the first is the end of the system prompt.
         """
@@ -166,10 +171,13 @@ class PoolSequence:
         if self.pool.states:
             return self.length
         parts = zip(self.pool.parts, self.tables, strict=True)
-        return max((table.first + part.window - 1 for part, table in parts if part.window and table.first), default=0)
+        return max(
+            (table.first + part.window - 1 for part, table in parts if part.window and table.first), default=0
+        )
 
     def fork(self, max_tokens: int | None = None) -> Self:
-        """A sequence of its own with the same tokens. It shares their pages; what one writes the other never sees.
+        """A sequence of its own with the same tokens. It shares their pages; what one writes the other never
+        sees.
 
         ``max_tokens``: that pages are reserved for; None: as many as this one has.
         """
@@ -201,15 +209,15 @@ class PoolSequence:
     ) -> None:
         """Let other sequences read its whole pages, and keep a checkpoint if all of its text is shared.
 
-        Through a window they need the pages of the last tokens that they begin with. So where there are windows, texts
-        can be joined at the lengths at which this was called, and not before them.
+        Through a window they need the pages of the last tokens that they begin with. So where there are
+        windows, texts can be joined at the lengths at which this was called, and not before them.
 
         Args:
             upto: only pages of its first tokens, up to this one; None: of all.
-            last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and before this
-                sequence writes there again.
-            mid_prompt: more of its prompt is to come, and nobody is likely to go on here: no checkpoint is kept, and in
-                a disk cache is then what sees all tokens.
+            last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and
+                before this sequence writes there again.
+            mid_prompt: more of its prompt is to come, and nobody is likely to go on here: no checkpoint is
+                kept, and in a disk cache is then what sees all tokens.
             asked: tokens up to the last checkpoint in its prompt; None: all that it has.
             is_head: prompts of other conversations are likely to begin with its text.
         """
@@ -240,7 +248,9 @@ class PoolSequence:
             if is_all and not mid_prompt and pool.checkpoints:
                 self._keep_checkpoint(ids, chain, asked, is_head=is_head)
 
-    def _keep_checkpoint(self, ids: Sequence[int], chain: Sequence[bytes], asked: int | None, *, is_head: bool) -> None:
+    def _keep_checkpoint(
+        self, ids: Sequence[int], chain: Sequence[bytes], asked: int | None, *, is_head: bool
+    ) -> None:
         """Keep the states, and the pages that are seen through windows, after all its tokens."""
         text = as_text(ids, self.salt)
         for part in self.pool.parts:
@@ -262,7 +272,9 @@ class PoolSequence:
         """Have the pages written that a text sees which goes on here, and the states after all its tokens."""
         disk, whole = self.pool.disk, chain[: len(ids) // PAGE_SIZE]
         for part, table in zip(self.pool.parts, self.tables, strict=True):
-            first = max(len(whole) - len(part.seen(whole, len(ids) % PAGE_SIZE)), -(-table.first // PAGE_SIZE))
+            first = max(
+                len(whole) - len(part.seen(whole, len(ids) % PAGE_SIZE)), -(-table.first // PAGE_SIZE)
+            )
             for number in range(first, len(chain) if part.window is None or not mid_prompt else 0):
                 page, rows = table.pages[number - table.start // PAGE_SIZE], len(ids) - number * PAGE_SIZE
                 disk.put_page(part, chain[number], page, min(PAGE_SIZE, rows))
@@ -272,7 +284,9 @@ class PoolSequence:
             disk.used(chain)
 
     def load(self, other: "PoolSequence") -> None:
-        """Take the tokens of a sequence of another pool, of the same model and format. This one must be empty."""
+        """Take the tokens of a sequence of another pool, of the same model and format. This one must be
+        empty.
+        """
         own, given = self.pool, other.pool
         if given.layout != own.layout:
             raise ValueError("the cache is for a model with other layers than the pool's")
@@ -302,22 +316,29 @@ class PoolSequence:
 
     @property
     def saved_layers(self) -> list[PoolLayer | Arrays]:
-        """What a snapshot has of it, in the order of the model: layers with rows, or the arrays of a state."""
+        """What a snapshot has of it, in the order of the model: layers with rows, or the arrays of a
+        state.
+        """
         states = iter(self.states)
         return [next(states) if isinstance(own, State) else own for own in self.pool.saved]
 
     def held_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:
-        """The rows (2, K, rows, D') of a layer's tokens from position ``first`` on, as they are stored; a copy."""
+        """The rows (2, K, rows, D') of a layer's tokens from position ``first`` on, as they are stored; a
+        copy.
+        """
         table = self._table_of(layer)
         rows = runs(table.pages, first - table.start, self.length - table.start)
         return [stored_rows(array, rows) for array in layer.arrays]
 
     def _table_of(self, layer: PoolLayer) -> PageTable:
-        return next(table for part, table in zip(self.pool.parts, self.tables, strict=True) if layer in part.layers)
+        return next(
+            table for part, table in zip(self.pool.parts, self.tables, strict=True) if layer in part.layers
+        )
 
     @contextmanager
     def filling(self, lost: Mapping[PoolLayer, int], ids: Sequence[int]) -> Iterator[None]:
-        """Have tokens whose rows are :meth:`put` in inside the block, and the states; after an error there it has none.
+        """Have tokens whose rows are :meth:`put` in inside the block, and the states; after an error there it
+        has none.
 
         ``lost``: first tokens without rows in a layer.
         """
@@ -327,7 +348,9 @@ class PoolSequence:
             for part, table in zip(self.pool.parts, self.tables, strict=True):
                 first = max((lost[layer] for layer in part.layers), default=0)
                 if first and part.window is None:
-                    raise ValueError(f"tokens before {first} are forgotten; a cache without a window needs all of them")
+                    raise ValueError(
+                        f"tokens before {first} are forgotten; a cache without a window needs all of them"
+                    )
                 part.begin_at(table, first, len(ids))
             yield
         except BaseException:
@@ -337,7 +360,9 @@ class PoolSequence:
         self.commit(ids)
 
     def put(self, layer: PoolLayer, tokens: Sequence[mx.array], length: int) -> None:
-        """Write the rows (2, K, rows, D') of a layer's tokens before ``length``, those that there are pages for."""
+        """Write the rows (2, K, rows, D') of a layer's tokens before ``length``, those that there are
+        pages for.
+        """
         table = self._table_of(layer)
         count = length - table.first
         rows = runs(table.pages, table.first - table.start, length - table.start)
@@ -347,7 +372,9 @@ class PoolSequence:
 
     @property
     def written(self) -> int:
-        """The most tokens that it has had, as a file says it: rows before the last window's, and 16 more, are gone."""
+        """The most tokens that it has had, as a file says it: rows before the last window's, and 16 more,
+        are gone.
+        """
         parts = zip(self.pool.parts, self.tables, strict=True)
         lost = [table.first + part.window + SLACK for part, table in parts if part.window and table.first]
         return max(self.length, *lost) if lost else self.length

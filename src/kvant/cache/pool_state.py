@@ -19,16 +19,17 @@ from kvant.threads import Turn, check_process
 
 
 class PoolState:
-    """What the sequences of a pool have in common. All memory is allocated, and touched, at once; it never grows.
+    """What the sequences of a pool have in common. All memory is allocated, and touched, at once; it never
+    grows.
 
-    A layer's arrays are those of PMX's dynamic batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1
-    with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
+    A layer's arrays are those of PMX's dynamic batching: values (2, K, T, D') and scales (2, K, T, D/G),
+    cache_mode 1 with pages of 128 rows, cache_layout 3, one layer. T is as many rows as all pages have.
     """
 
     page_size = PAGE_SIZE
     may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
-    # Whether the attention of each sequence is computed for it alone. If not, its logits change by rounding with the
-    # lengths of the others, in steps of as many rows too.
+    # Whether the attention of each sequence is computed for it alone. If not, its logits change by rounding
+    # with the lengths of the others, in steps of as many rows too.
     attends_apart = True
     states: Sequence[State] = ()  # what a sequence has of each layer that has a state in place of rows
     disk: Any = None  # a PoolDisk, where its pages and states are written, and read from; None: nowhere
@@ -47,18 +48,20 @@ class PoolState:
         sequences: int,  # that can be open at once
         max_seq_len: int,  # tokens that a sequence can have
         prefill_step_size: int | None,  # new tokens of a sequence in one step, at most; None: any number
-        checkpoints: int = 0,  # ends of texts that are kept, each in the pages that a window sees and one more
+        # ends of texts that are kept, each in the pages that a window sees and one more
+        checkpoints: int = 0,
         make_cache: Callable[[int], Any],  # makes a ModelCache for so many tokens, in the pool's format
         identity: Identity | None = None,  # of the model whose tokens it holds; None: not known
         kernels: str | None = None,  # as of CacheOptions; what the pool needs of the kernel runs once now
         dtype: mx.Dtype = mx.float16,  # of queries
         num_heads: int | None = None,  # H; None: not known
-        windows: Sequence[int | None] = (),  # of the whole model, where formats are a rank's: pages count for all
+        # of the whole model, where formats are a rank's: pages count for all
+        windows: Sequence[int | None] = (),
     ) -> None:
         """Allocate the pool.
 
-        Without a ``prefill_step_size`` it is for one sequence, which shares no pages: it has as many rows as it has
-        tokens, and of a window few more than are seen.
+        Without a ``prefill_step_size`` it is for one sequence, which shares no pages: it has as many rows as
+        it has tokens, and of a window few more than are seen.
         """
         sizes = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         step_size = 1 if prefill_step_size is None else prefill_step_size
@@ -72,7 +75,9 @@ class PoolState:
         # In the order of the layers; where none keeps rows, pages still count tokens.
         kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
         for window, kind in dict.fromkeys(kinds) or [(None, "")]:
-            of_part = [layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)]
+            of_part = [
+                layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)
+            ]
             num_pages, rows = _size(window, tokens, sequences, prefill_step_size, checkpoints)
             for layer in of_part:
                 layer.allocate(rows)
@@ -124,7 +129,9 @@ class PoolState:
     def check_whole(self) -> None:
         """Refuse what needs all rows."""
         if self.divided:
-            raise SnapshotError("the pool is divided over several ranks: its sequences take no cache and give none")
+            raise SnapshotError(
+                "the pool is divided over several ranks: its sequences take no cache and give none"
+            )
 
     def check_opening(self, max_tokens: int) -> None:
         """Refuse a sequence that the pool is not made for, or one too many."""
@@ -132,7 +139,8 @@ class PoolState:
             raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
         if max_tokens > self.max_seq_len:
             raise ContextError(
-                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most {self.max_seq_len}"
+                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most "
+                f"{self.max_seq_len}"
             )
         if self.num_sequences == self.max_sequences:
             raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
@@ -160,8 +168,12 @@ def pool_bytes(
     return total
 
 
-def _size(window: int | None, tokens: int, sequences: int, step_size: int | None, checkpoints: int) -> tuple[int, int]:
-    """Pages and rows of a layer: as many as the sequences can use of those that the tokens take, and checkpoints'."""
+def _size(
+    window: int | None, tokens: int, sequences: int, step_size: int | None, checkpoints: int
+) -> tuple[int, int]:
+    """Pages and rows of a layer: as many as the sequences can use of those that the tokens take, and
+    checkpoints'.
+    """
     num_pages = int(min(pages_for(tokens), sequences * window_pages(window, step_size or SLACK + 1)))
     if step_size is not None:
         num_pages += checkpoints * (1 if window is None else pages_for(window) + 1)

@@ -26,9 +26,9 @@ class _Held:
 class PrefixIndex:
     """Pages of committed tokens, each under the :func:`digests` of the text up to its end.
 
-    It holds its pages. Those that nobody else holds are given up where pages are needed, least recently used first;
-    those that checkpoints need after all others, with the checkpoint of the lowest score first. States of layers that
-    have one in place of rows are kept in checkpoints too; they go with the text's last page.
+    It holds its pages. Those that nobody else holds are given up where pages are needed, least recently used
+    first; those that checkpoints need after all others, with the checkpoint of the lowest score first. States
+    of layers that have one in place of rows are kept in checkpoints too; they go with the text's last page.
     """
 
     def __init__(self, pages: Pages, checkpoints: int = 0) -> None:
@@ -37,7 +37,8 @@ class PrefixIndex:
         self.checkpoints = Checkpoints(checkpoints)
         self._found: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
         self._by_page: dict[int, bytes] = {}
-        self._after: dict[bytes, dict[bytes, None]] = {}  # of a text's digest, those of the pages that follow it
+        # of a text's digest, those of the pages that follow it
+        self._after: dict[bytes, dict[bytes, None]] = {}
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._found
@@ -72,7 +73,9 @@ class PrefixIndex:
         return pages
 
     def use(self, chain: Sequence[bytes]) -> None:
-        """Note that a text was used. Its last page counts as used before its first, without which it has no use."""
+        """Note that a text was used. Its last page counts as used before its first, without which it has
+        no use.
+        """
         for digest in reversed(chain):
             if digest in self._found:
                 self._found.move_to_end(digest)
@@ -83,7 +86,9 @@ class PrefixIndex:
         return () if last is None else self._found[last].ids
 
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
-        """Of the pages that follow a text, the one that begins with the most of ``ids``, and how many these are."""
+        """Of the pages that follow a text, the one that begins with the most of ``ids``, and how many
+        these are.
+        """
         best, most = b"", 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
             pairs = zip(self._found[digest].ids, ids, strict=False)
@@ -102,7 +107,8 @@ class PrefixIndex:
         """Keep a checkpoint at the end of the text of a page that it holds."""
         self.use_checkpoints(made.text)
         for gone in self.checkpoints.keep(digest, made):
-            if made.states is not None and len(self._found[gone].ids) < PAGE_SIZE:  # nobody goes on without states
+            # nobody goes on without states
+            if made.states is not None and len(self._found[gone].ids) < PAGE_SIZE:
                 self._drop(gone)
 
     def states(self, digest: bytes) -> Any:

@@ -45,7 +45,8 @@ class PromptCacheFile(Sequence[KVCache]):
         if options["kv_bits"]:  # a bridged layer's group may be a part of the one asked for
             options["kv_group_size"] = math.lcm(*(layer.kv_group_size for layer in layers))
         if options["kv_bits"] == FITTED_BITS and not any(layer.front.count("rotate") for layer in layers):
-            options["kv_format"] = PMX  # written with nothing done to keys, also by versions that rotated none
+            # written with nothing done to keys, also by versions that rotated none
+            options["kv_format"] = PMX
         options["bias_split"] = any(layer.split_pairs is not None for layer in layers)
         try:
             made = make_cache(self._max_seq_len, **options)
@@ -66,7 +67,8 @@ class PromptCacheFile(Sequence[KVCache]):
 class PlainCacheFile(PromptCacheFile):
     """mlx-lm's file. A model's cache takes the keys and values of plain caches, without quantization.
 
-    Until then it is a sequence of mlx-lm's caches. The file has no token ids: logits processors see 0 in their place.
+    Until then it is a sequence of mlx-lm's caches. The file has no token ids: logits processors see 0 in
+    their place.
     """
 
     def __init__(self, path: Path, layers: Sequence[Any], max_seq_len: int | None = None) -> None:
@@ -76,7 +78,9 @@ class PlainCacheFile(PromptCacheFile):
 
     def _read(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
         if kinds := {type(layer).__name__ for layer in self._layers} - {"KVCache"}:
-            raise SnapshotError(f"{self._path}: caches of {', '.join(sorted(kinds))}; expected mlx-lm's KVCache alone")
+            raise SnapshotError(
+                f"{self._path}: caches of {', '.join(sorted(kinds))}; expected mlx-lm's KVCache alone"
+            )
         made = make_cache(self._max_seq_len, kv_bits=0, bias_split=False)
         if len(made.pool.layers) != len(self._layers) or made.pool.states:
             raise SnapshotError(
@@ -86,7 +90,9 @@ class PlainCacheFile(PromptCacheFile):
         with made.held.filling(dict.fromkeys(made.pool.layers, 0), [UNKNOWN_ID] * length):
             for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
                 keys, values, kept = own.keys[..., :length, :], own.values[..., :length, :], layer.format
-                shapes = [(1, kept.num_kv_heads, length, width) for width in (kept.head_dim, kept.value_head_dim)]
+                shapes = [
+                    (1, kept.num_kv_heads, length, width) for width in (kept.head_dim, kept.value_head_dim)
+                ]
                 given = [keys.shape, values.shape]
                 if own.offset != length or given != shapes:
                     raise SnapshotError(

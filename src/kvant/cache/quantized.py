@@ -18,8 +18,9 @@ from kvant.operators.validation import check_tokens
 class QuantizedKVCache(KVCache):
     """One layer alone: it counts appended tokens at once. A model's caches are made by ``model.make_cache``.
 
-    All memory is allocated, and touched, when the cache is made; it never grows. Keys and values are appended in place.
-    Nothing else may hold its arrays, or a slice of them: MLX would copy the whole buffer at the next append.
+    All memory is allocated, and touched, when the cache is made; it never grows. Keys and values are appended
+    in place. Nothing else may hold its arrays, or a slice of them: MLX would copy the whole buffer at the
+    next append.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class QuantizedKVCache(KVCache):
             scale_dtype: float16 or float32.
             bias_split: the biases that keys and values come without; its table is as long as the cache.
             kernels: "unfused" or "fused" forces how attention is computed. None: the environment variable
-                KVANT_KERNELS decides; without it, a GPU uses the fused kernel. The choice holds for the cache's life.
-                A call of more than 8 new tokens, as in a prefill, is always unfused.
-            num_heads: H; None: not known. The kernel is tried now as it will be used, and then in more shapes.
+                KVANT_KERNELS decides; without it, a GPU uses the fused kernel. The choice holds for the
+                cache's life. A call of more than 8 new tokens, as in a prefill, is always unfused.
+            num_heads: H; None: not known. The kernel is tried now as it will be used, and then in more
+                shapes.
 
         Raises:
-            ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel forced for
-                a format that it does not support, or where there is no GPU.
+            ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel
+                forced for a format that it does not support, or where there is no GPU.
             RuntimeError: a forced kernel that fails on this device when it is tried.
         """
         seen = 1 if window is None else window
@@ -65,7 +67,9 @@ class QuantizedKVCache(KVCache):
             kv_group_size = math.gcd(DEFAULT_KV_GROUP_SIZE, head_dim)
         check_quantization(kv_bits, kv_group_size, head_dim, names=("kv_bits", "kv_group_size"))
         if dtype not in FLOAT_DTYPES or scale_dtype not in SCALE_DTYPES:
-            raise ValueError(f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16")
+            raise ValueError(
+                f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16"
+            )
         own = LayerFormat.of_rows(
             num_kv_heads,
             head_dim,
@@ -106,7 +110,8 @@ class QuantizedKVCache(KVCache):
         (B, K, S, D), own = key.shape, self.layer.format
         if (1, own.num_kv_heads, own.head_dim) != (B, K, D):
             raise ValueError(
-                f"the cache is for one sequence, {own.num_kv_heads} kv heads and a head_dim of {own.head_dim}; "
+                f"the cache is for one sequence, {own.num_kv_heads} kv heads and a head_dim of "
+                f"{own.head_dim}; "
                 f"given {B}, {K} and {D}"
             )
         self.batch.begin(mx.zeros((1, S), mx.int32))

@@ -1,7 +1,7 @@
 """A cache's tokens as a file: saved whole or not at all, and restored into a cache of the same format.
 
-docs/python.md describes the file. A layer is copied at a time, so nothing is held twice. Every field of a header is
-checked when it is read.
+docs/python.md describes the file. A layer is copied at a time, so nothing is held twice. Every field of a
+header is checked when it is read.
 """
 
 import hashlib
@@ -54,7 +54,8 @@ class SnapshotHeader:
     length: int  # its tokens
     written: int  # the most tokens that it has had, as PoolSequence.written has it
     layers: tuple[LayerFormat, ...]
-    layout: str  # of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's
+    # of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's
+    layout: str
     metadata: Mapping[str, str]  # the caller's
 
     @classmethod
@@ -69,7 +70,9 @@ class SnapshotHeader:
             for layer in sequence.saved_layers
         ]
         length, written = sequence.length, sequence.written
-        return cls(pool.identity, rope, sequence.max_tokens, length, written, tuple(layers), pool.layout, metadata)
+        return cls(
+            pool.identity, rope, sequence.max_tokens, length, written, tuple(layers), pool.layout, metadata
+        )
 
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> "SnapshotHeader":
@@ -79,7 +82,8 @@ class SnapshotHeader:
         version = metadata.get("version", "")
         if version != str(VERSION):
             raise ValueError(
-                f"version {version[:20]!r} of the format, written by kvant {metadata.get('kvant', '')[:20]!r}; "
+                f"version {version[:20]!r} of the format, written by kvant "
+                f"{metadata.get('kvant', '')[:20]!r}; "
                 f"this kvant reads version {VERSION}"
             )
         if metadata.keys() != {"format", "version", "kvant", "cache", "metadata"}:
@@ -95,10 +99,17 @@ class SnapshotHeader:
         lengths = check_numbers("lengths", raw["lengths"], 0, MAX_LENGTH)
         writtens = check_numbers("written", raw["written"], 0, MAX_LENGTH)
         if not len(lengths) == len(writtens) == 1:
-            raise ValueError(f"lengths has {len(lengths)} numbers, written {len(writtens)}; expected one sequence")
+            raise ValueError(
+                f"lengths has {len(lengths)} numbers, written {len(writtens)}; expected one sequence"
+            )
         if raw["has_ids"] is not True or not isinstance(raw["layout"], str):
             raise ValueError("has_ids is not true, or layout no text")
-        identity, rope, (length,), (written,) = _identity(raw["identity"]), _rope(raw["rope"]), lengths, writtens
+        identity, rope, (length,), (written,) = (
+            _identity(raw["identity"]),
+            _rope(raw["rope"]),
+            lengths,
+            writtens,
+        )
         layers = tuple(map(LayerFormat.from_json, raw["layers"]))
         # Lengths contradict neither each other nor what windows and states can have forgotten.
         if length > written or (written and not length):
@@ -107,9 +118,13 @@ class SnapshotHeader:
             raise ValueError(f"lengths has {length}; reservation is {reservation}")
         for layer in layers:
             if layer.kind == "state" and length != written:
-                raise ValueError(f"lengths has {length} where written has {written}, with the state of a linear layer")
+                raise ValueError(
+                    f"lengths has {length} where written has {written}, with the state of a linear layer"
+                )
             if layer.first(length, written) and length < written - layer.slack - 1:
-                raise ValueError(f"lengths has {length} where written has {written}, with a window of {layer.window}")
+                raise ValueError(
+                    f"lengths has {length} where written has {written}, with a window of {layer.window}"
+                )
         return cls(identity, rope, reservation, length, written, layers, raw["layout"], text)
 
     def as_metadata(self) -> dict[str, str]:
@@ -118,7 +133,9 @@ class SnapshotHeader:
 
         identity = self.identity
         facts = {
-            "identity": None if identity is None else {"model": identity.model, "tokenizer": identity.tokenizer},
+            "identity": None
+            if identity is None
+            else {"model": identity.model, "tokenizer": identity.tokenizer},
             "rope": self.rope,
             "reservation": self.reservation,
             "lengths": [self.length],  # a list: versions before had several sequences in a cache
@@ -140,7 +157,11 @@ class SnapshotHeader:
         found: dict[str, Stored] = {"header_sha256": DIGEST, "ids.0": ("U32", (self.length,))}
         for number, layer in enumerate(self.layers):
             found |= {f"layers.{number}.{name}": stored for name, stored in layer.tables().items()}
-            found |= {f"layers.{number}.state.{i}": state for i, state in enumerate(layer.state) if state is not None}
+            found |= {
+                f"layers.{number}.state.{i}": state
+                for i, state in enumerate(layer.state)
+                if state is not None
+            }
             if layer.has_tokens:
                 arrays = layer.arrays(layer.rows(self.length, self.written))
                 found |= {f"layers.{number}.sequences.0.{name}": stored for name, stored in arrays.items()}
@@ -154,7 +175,9 @@ class SnapshotHeader:
                 if one != other:
                     raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
         if len(self.layers) != len(own.layers):
-            raise ValueError(f"of another model: it has {len(self.layers)} layers; expected {len(own.layers)}")
+            raise ValueError(
+                f"of another model: it has {len(self.layers)} layers; expected {len(own.layers)}"
+            )
         if self.layout != own.layout:
             pairs = enumerate(zip(self.layout, own.layout, strict=False))
             start = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 20)
@@ -170,7 +193,9 @@ class SnapshotHeader:
 
 
 def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> None:
-    """Write what a sequence holds, a step that is not committed left out; see :meth:`kvant.cache.ModelCache.save`."""
+    """Write what a sequence holds, a step that is not committed left out; see
+    :meth:`kvant.cache.ModelCache.save`.
+    """
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
     header = SnapshotHeader.of(sequence, metadata)
@@ -183,7 +208,9 @@ def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> 
     data += b" " * (-len(data) % 8)
     data = len(data).to_bytes(8, "little") + data
     if len(data) > MAX_HEADER_BYTES:
-        raise SnapshotError(f"{path}: its header would have {len(data)} bytes; at most {MAX_HEADER_BYTES} are read")
+        raise SnapshotError(
+            f"{path}: its header would have {len(data)} bytes; at most {MAX_HEADER_BYTES} are read"
+        )
     try:
         with atomic_file(path) as file:
             whole = hashlib.sha256()
@@ -261,7 +288,8 @@ def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes 
 def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash"]]:
     """A snapshot open behind the digest of its header, the header, and the hash of the bytes so far.
 
-    The header is compared with its digest, and with the tensors that follow from it, before any of it is used.
+    The header is compared with its digest, and with the tensors that follow from it, before any of it is
+    used.
     """
     try:
         real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
@@ -281,10 +309,15 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
                 raise ValueError("altered: the SHA-256 of its header is another")
             # They are exactly those that the header describes: the file has their bytes then.
             given = [(name, (tensor.dtype, tensor.shape)) for name, tensor in found.tensors.items()]
-            expected, places = [*header.tensors().items()], [(each.first, each.last) for each in found.tensors.values()]
+            expected, places = (
+                [*header.tensors().items()],
+                [(each.first, each.last) for each in found.tensors.values()],
+            )
             if given != expected or places != sorted(places):
                 other = next((one for one, own in zip(given, expected, strict=False) if one != own), None)
-                raise ValueError(f"its tensors are not those of the cache it describes: {other or len(given)}")
+                raise ValueError(
+                    f"its tensors are not those of the cache it describes: {other or len(given)}"
+                )
         except (OSError, ValueError, RecursionError) as error:
             raise SnapshotError(f"{path}: {one_line(error)}") from error
         yield file, header, hashlib.sha256(found.data + digest)
@@ -304,9 +337,15 @@ def _identity(raw: object) -> Identity | None:
 def _rope(raw: object) -> dict[str, Any] | None:
     if raw is None:
         return None
-    if not isinstance(raw, dict) or raw.keys() != {"frequencies", "factor"} or not isinstance(raw["frequencies"], list):
+    if (
+        not isinstance(raw, dict)
+        or raw.keys() != {"frequencies", "factor"}
+        or not isinstance(raw["frequencies"], list)
+    ):
         raise ValueError("rope is no object of frequencies and factor")
-    if not all(isinstance(number, float) and 0 < number < 1e30 for number in [*raw["frequencies"], raw["factor"]]):
+    if not all(
+        isinstance(number, float) and 0 < number < 1e30 for number in [*raw["frequencies"], raw["factor"]]
+    ):
         raise ValueError("rope has a frequency or a factor that is no number above 0")
     return raw
 

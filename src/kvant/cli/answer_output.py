@@ -1,4 +1,6 @@
-"""What ``kvant generate`` prints of answers: text or JSON to standard output, statistics to standard error."""
+"""What ``kvant generate`` prints of answers: text or JSON to standard output, statistics to standard
+error.
+"""
 
 import json
 import math
@@ -38,7 +40,9 @@ class _Answer:
 
 
 class AnswerOutput:
-    """Answers in their order, in text one after another. In JSON each token as it comes, or each answer of a file."""
+    """Answers in their order, in text one after another. In JSON each token as it comes, or each answer of
+    a file.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,9 @@ class AnswerOutput:
         self._session, self._run, self._json_lines, self._of_a_file = session, run, json_lines, of_a_file
         self._answers = []
         for number, question in enumerate(question for question in questions for _ in range(n)):
-            heading = printable(str(question.line.id)) if of_a_file else f"{number + 1} of {n}" if n > 1 else ""
+            heading = (
+                printable(str(question.line.id)) if of_a_file else f"{number + 1} of {n}" if n > 1 else ""
+            )
             self._answers.append(_Answer(number, question, heading, begun))
         self._current = 0  # whose turn it is to be printed
         self._printed = False
@@ -76,7 +82,9 @@ class AnswerOutput:
             self._current += 1
 
     def end(self) -> None:
-        """After the last token. Of a file, what has ended and waits for an answer that has not is printed, too."""
+        """After the last token. Of a file, what has ended and waits for an answer that has not is printed,
+        too.
+        """
         waiting = self._answers[self._current :]
         if self._of_a_file:
             for answer in waiting:
@@ -127,7 +135,10 @@ class AnswerOutput:
         if not self._of_a_file:
             seconds = max((sum(each.latencies_ms) for each in begun), default=0) / 1e3
             return [f"together: {tokens} tokens, {tokens / (seconds or 1):.1f} tokens/s", *counts]
-        seconds, fed = time.perf_counter() - self._started, sum(each.last.prompt_tokens for each in begun if each.last)
+        seconds, fed = (
+            time.perf_counter() - self._started,
+            sum(each.last.prompt_tokens for each in begun if each.last),
+        )
         asked = f"prompts: {self.finished} of {len(self._answers)} answered, {fed} tokens fed"
         return [
             f"{asked}, after {self._session.load_s:.2f} s of loading",

@@ -1,4 +1,6 @@
-"""Several answers side by side, of one prompt or of many: a pool is planned, reserved and printed before it answers."""
+"""Several answers side by side, of one prompt or of many: a pool is planned, reserved and printed before
+it answers.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -35,10 +37,11 @@ def answer_together(
     deterministic: bool,
     file: str | None = None,
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """The answers' tokens as they come, each with the number of its answer. All is reserved when it is called.
+    """The answers' tokens as they come, each with the number of its answer. All is reserved when it is
+    called.
 
-    Each question has ``n`` answers, numbered from 0 in their order, and is read once. ``file`` is a prompt cache,
-    beside one question; the last answer brings what it is to hold.
+    Each question has ``n`` answers, numbered from 0 in their order, and is read once. ``file`` is a prompt
+    cache, beside one question; the last answer brings what it is to hold.
     """
     most, config = _most_tokens(session, run), session.checkpoint.config
     asked: list[tuple[Question, range]] = []
@@ -47,14 +50,17 @@ def answer_together(
         with at(question.line):
             need = reservation(session.model, len(question.ids), question.max_tokens, most)
         # Answers share the prompt's pages. In windows each moves through its own.
-        shares = isinstance(config, ModelConfig) and all(window is None or window >= need for window in config.windows)
+        shares = isinstance(config, ModelConfig) and all(
+            window is None or window >= need for window in config.windows
+        )
         shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if shares else 0
         for first in range(number * n, (number + 1) * n, at_once):
             group = range(first, min(first + at_once, (number + 1) * n))
             asked.append((question, group))
             needs += [need, *[max(1, need - shared)] * (len(group) - 1)]
     held = cache_file.tokens_in(file)
-    caches = 0 if file is None else 2 if held else 1  # the last answer's; what was loaded, twice while it is taken over
+    # the last answer's; what was loaded, twice while it is taken over
+    caches = 0 if file is None else 2 if held else 1
     pool = _reserve(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
     drafts = drafts_beside(session, run, pool)
     cache, rest = None, None
@@ -84,7 +90,9 @@ def answer_together(
 
 
 def _most_tokens(session: Session, run: RunOptions) -> int | None:
-    """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is none."""
+    """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is
+    none.
+    """
     wanted = options.kv_size(run.max_kv_size)
     return tokens_asked(session.checkpoint, wanted) if isinstance(wanted, int) else None
 
@@ -99,7 +107,9 @@ def _reserve(
     caches: int,
     cached: int,
 ) -> Pool:
-    """Plan, reserve and print a pool for ``needs``, tokens not shared, beside ``caches`` of ``cached`` ones."""
+    """Plan, reserve and print a pool for ``needs``, tokens not shared, beside ``caches`` of ``cached``
+    ones.
+    """
     rows = at_once if deterministic else min(at_once, len(needs))
     step_size = CHUNK if deterministic else run.prefill_step_size
     chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)
@@ -114,7 +124,11 @@ def _reserve(
 
     if missing(rows) > 0:
         fitting = bisect_right(range(1, rows), 0, key=missing)
-        way = f"--sequences {fitting} would fit" if fitting else "a smaller --max-tokens or --kv-bits takes less"
+        way = (
+            f"--sequences {fitting} would fit"
+            if fitting
+            else "a smaller --max-tokens or --kv-bits takes less"
+        )
         raise ContextError(f"{describe(*planned(rows))}; {way}")
     with named_format(session.settings):
         pool = session.model.make_pool(

@@ -19,8 +19,8 @@ from kvant.errors import EXIT_INTERRUPTED, ArgumentError, KvantError, one_line, 
 from kvant.text.process import TextProcess
 
 EXIT_FAILED = 1
-# In the order of the help, which has these summaries. Each is imported when it is asked for, and the engine with it:
-# together they take longer than a short answer.
+# In the order of the help, which has these summaries. Each is imported when it is asked for, and the engine
+# with it: together they take longer than a short answer.
 COMMANDS = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model; the history stays in the cache.",
@@ -83,7 +83,8 @@ def root(
 
 
 def main(early: interrupts.Handler | None = None) -> NoReturn:
-    """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 interrupted.
+    """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130
+    interrupted.
 
     ``early`` handles Ctrl-C until the command is imported.
     """
@@ -120,12 +121,16 @@ def _run(early: interrupts.Handler | None) -> int:
     except TyperException as error:  # a bad flag or value
         return _report(printable(" ".join(error.format_message().split())), getattr(error, "exit_code", 2))
     except ArgumentError as error:  # the same, found further down
-        return _report(printable(error.worded(import_module("kvant.cli.options").flag)), BadValueError.exit_code)
+        return _report(
+            printable(error.worded(import_module("kvant.cli.options").flag)), BadValueError.exit_code
+        )
     except (KvantError, ImportError) as error:
         return _report(str(error), EXIT_FAILED)
     except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed
         return _report(f"failed: {one_line(error)}", EXIT_FAILED)
-    except SystemExit as ended:  # typer's: of a completed line, or where the reader of standard output has gone
+    except (
+        SystemExit
+    ) as ended:  # typer's: of a completed line, or where the reader of standard output has gone
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BrokenPipeError:  # the reader of standard output has gone; nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -135,7 +140,9 @@ def _run(early: interrupts.Handler | None) -> int:
 
 
 def _to_complete() -> list[str]:
-    """The words of the line that a shell completes; those of a command that the launcher is given, as if alone."""
+    """The words of the line that a shell completes; those of a command that the launcher is given, as if
+    alone.
+    """
     if f"_{NAME.upper()}_COMPLETE" not in os.environ:
         return []
     variable = "COMP_WORDS" if "COMP_WORDS" in os.environ else "_TYPER_COMPLETE_ARGS"

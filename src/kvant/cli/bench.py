@@ -27,7 +27,8 @@ def bench(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="kvant, kvant:unfused or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights cast), "
+            help="kvant, kvant:unfused or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights "
+            "cast), "
             "or mlx-lm:openblas (kvant's BLAS lent to it); repeatable; default: kvant and mlx-lm."
         ),
     ] = None,
@@ -47,33 +48,50 @@ def bench(
     ] = None,
     prompt_tokens: Annotated[
         str | None,
-        typer.Option(metavar="N,N...", help="Prompt lengths; default: those of 128,1024,4096 the model has room for."),
+        typer.Option(
+            metavar="N,N...", help="Prompt lengths; default: those of 128,1024,4096 the model has room for."
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Tokens generated in every run.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-m", help="Tokens generated in every run.")
+    ] = 64,
     kv_bits: Annotated[
         str | None,
-        typer.Option(metavar="N,N...", help="Bits of a cached key or value: 0 (not quantized), 8, 4; default: 0,8,4."),
+        typer.Option(
+            metavar="N,N...", help="Bits of a cached key or value: 0 (not quantized), 8, 4; default: 0,8,4."
+        ),
     ] = None,
     kv_group_size: Annotated[
         int | None,
-        typer.Option(help="Cached values that share one scale; default: each engine's, 32 of kvant, 64 of mlx-lm."),
+        typer.Option(
+            help="Cached values that share one scale; default: each engine's, 32 of kvant, 64 of mlx-lm."
+        ),
     ] = None,
     kv_format: options.KvFormat = None,
-    repeats: Annotated[int, typer.Option(help="Rounds: every engine runs every prompt length once in each.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(help="Rounds: every engine runs every prompt length once in each.")
+    ] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of random weights.")] = 0,
     baseline: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="The engine others are divided by; default: the first mlx-lm.")
+        str | None,
+        typer.Option(metavar="LABEL", help="The engine others are divided by; default: the first mlx-lm."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Keep every token's time here.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Keep every token's time here.")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw latency against position; needs matplotlib.")
+        Path | None,
+        typer.Option(metavar="FILE.png|svg", help="Draw latency against position; needs matplotlib."),
     ] = None,
-    json_figures: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")] = False,
+    json_figures: Annotated[
+        bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")
+    ] = False,
     prefill_step_size: options.PrefillStepSize = 512,
     draft: Annotated[
         Source,
         typer.Option(
-            help="prompt: measure kvant with drafts of prompt and answer too, beside kvant without; default engine: "
+            help="prompt: measure kvant with drafts of prompt and answer too, beside kvant without; default "
+            "engine: "
             "kvant alone."
         ),
     ] = "none",
@@ -89,8 +107,10 @@ def bench(
         str | None,
         typer.Option(
             metavar="N,N...",
-            help="Measure so many requests at once: kvant's pool, kvant one by one, and mlx-lm's batches. Their "
-            "prompts take the lengths of --prompt-tokens (default: 128) in turn. With --server: those servers, and "
+            help="Measure so many requests at once: kvant's pool, kvant one by one, and mlx-lm's batches. "
+            "Their "
+            "prompts take the lengths of --prompt-tokens (default: 128) in turn. With --server: those "
+            "servers, and "
             "engines that are named.",
         ),
     ] = None,
@@ -98,7 +118,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]URL",
-            help="Also measure the OpenAI-compatible server there; repeatable, each with a NAME for the tables.",
+            help="Also measure the OpenAI-compatible server there; repeatable, each with a NAME for the "
+            "tables.",
         ),
     ] = None,
     server_model: Annotated[
@@ -108,8 +129,8 @@ def bench(
 ) -> None:
     """Measure engines side by side, every token.
 
-    Each has a process of its own, they run in turns, with the same prompts, and generate --max-tokens tokens each,
-    greedily.
+    Each has a process of its own, they run in turns, with the same prompts, and generate --max-tokens tokens
+    each, greedily.
     """
     model = options.choose_model(context, model_argument, model)
     options.check_counts(
@@ -132,7 +153,9 @@ def bench(
         engine = engine or ["kvant"]
     source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
     counts = bench_options.streams(streams)
-    contexts = bench_options.contexts(prompt_tokens, max_tokens, source.sizes.max_position_embeddings, bool(counts))
+    contexts = bench_options.contexts(
+        prompt_tokens, max_tokens, source.sizes.max_position_embeddings, bool(counts)
+    )
     servers = bench_options.servers(server or [], server_model or [])
     if servers:
         options.refuse("--server needs --model, whose tokenizer writes its prompts", random=random)
@@ -160,8 +183,8 @@ def bench(
     from kvant.tools.bench.runner import Plan, measure
     from kvant.tools.bench.table import describe, tables
 
-    # SIGTERM and a closed terminal count as Ctrl-C: the report is printed, and files made for the run are removed.
-    # Under nohup the terminal's end stays ignored.
+    # SIGTERM and a closed terminal count as Ctrl-C: the report is printed, and files made for the run are
+    # removed. Under nohup the terminal's end stays ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
@@ -176,7 +199,9 @@ def bench(
         folder = stack.enter_context(source.folder)
         vocab_size = source.sizes.vocab_size
         prompts = (
-            word_prompts(seed, load_tokenizer(folder), vocab_size) if servers else random_prompts(seed, vocab_size)
+            word_prompts(seed, load_tokenizer(folder), vocab_size)
+            if servers
+            else random_prompts(seed, vocab_size)
         )
         progress("measuring the copy bandwidth")
         header = Header(

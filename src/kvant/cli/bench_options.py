@@ -70,12 +70,16 @@ def streams(text: str | None) -> list[int]:
 
 
 def contexts(text: str | None, max_tokens: int, context: int | None, streams: bool = False) -> list[int]:
-    """Prompt lengths, each of which has room for the tokens after it in the model's context; None: any number."""
+    """Prompt lengths, each of which has room for the tokens after it in the model's context; None: any
+    number.
+    """
     room = MAX_SIZE if context is None else context
     if text is None:
         found = [count for count in DEFAULT_CONTEXTS[: 1 if streams else None] if count + max_tokens <= room]
         if not found:
-            raise BadValueError(f"--max-tokens is {max_tokens}; the model's context is {room}; set --prompt-tokens too")
+            raise BadValueError(
+                f"--max-tokens is {max_tokens}; the model's context is {room}; set --prompt-tokens too"
+            )
         return found
     found = whole_numbers("--prompt-tokens", text)
     for count in found:
@@ -119,14 +123,20 @@ def specs(
         made = partial(
             engine_specs, kv_group_size=kv_group_size, head_dim=head_dim, kv_format=kv_format, streams=streams
         )
-        found = [*made(["kvant"], bits), *made([theirs], [0])] if unfit else made(engines or ("kvant", theirs), bits)
+        found = (
+            [*made(["kvant"], bits), *made([theirs], [0])]
+            if unfit
+            else made(engines or ("kvant", theirs), bits)
+        )
     if kv_format is not None and not any(spec.kv_format for spec in found):
         raise BadValueError(f"--kv-format is {kv_format}, but no --engine is kvant")
     for spec in found:
         if spec.kernels is not None:
             check_kernels(spec.kernels, "--engine kvant's setting")
     if any(spec.openblas for spec in found) and not lent:
-        raise BadValueError(f"an engine is to have {OPENBLAS}, but kvant has none to lend here ({blas.loaded()})")
+        raise BadValueError(
+            f"an engine is to have {OPENBLAS}, but kvant has none to lend here ({blas.loaded()})"
+        )
     return found
 
 
@@ -158,7 +168,9 @@ def servers(given: Sequence[str], models: Sequence[str]) -> list[EngineSpec]:
         with named("--server"):
             check_url(url)
         if not title.isprintable() or title in ("", *(spec.title for spec in found)):
-            raise BadValueError(f"--server has the name {title!r} twice, or none; expected NAME=URL, each name once")
+            raise BadValueError(
+                f"--server has the name {title!r} twice, or none; expected NAME=URL, each name once"
+            )
         found.append(EngineSpec("server", url=url, server_model=model, title=title))
     return found
 

@@ -25,7 +25,13 @@ FILE = "config.toml"
 MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
 PRESETS = "presets"
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "a list of strings"}
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list of strings",
+}
 
 Flags = Mapping[str, tuple[str, Any]]  # a flag without its dashes -> its parameter, and the kind of its value
 
@@ -69,7 +75,9 @@ def read_settings() -> Settings:
         raise BadValueError(f"{path}: not TOML: {one_line(error)}") from error
     tables = {name: raw.pop(name) for name in (*CONFIGURED, PRESETS) if name in raw}
     presets = tables.pop(PRESETS, {})
-    named = {f"{PRESETS}.{name}": table for name, table in presets.items()} if isinstance(presets, dict) else {}
+    named = (
+        {f"{PRESETS}.{name}": table for name, table in presets.items()} if isinstance(presets, dict) else {}
+    )
     for name, table in {**tables, PRESETS: presets, **named}.items():
         if not isinstance(table, dict):
             raise BadValueError(f"{path}: {name} is {_shown(table)}; expected a table, [{name}]")
@@ -88,7 +96,9 @@ def wanted_path() -> Path | None:
 
 def checked_tables(settings: Settings, command: str, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values by parameter of the file's top and of a command's own table."""
-    shared = check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
+    shared = (
+        check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
+    )
     return shared, check(settings, f"{command}.", settings.commands.get(command, {}), flags, command)
 
 
@@ -103,7 +113,9 @@ def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
     }
 
 
-def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags, whose: str) -> dict[str, Any]:
+def check(
+    settings: Settings, where: str, table: Mapping[str, Any], flags: Flags, whose: str
+) -> dict[str, Any]:
     found = {}
     for key, value in table.items():
         if key not in flags:
@@ -111,7 +123,9 @@ def check(settings: Settings, where: str, table: Mapping[str, Any], flags: Flags
             raise BadValueError(f"{settings.path}: {where}{key} is not a flag of {whose}{near}")
         name, kind = flags[key]
         if type(value) is int and not -(2**63) <= value < 2**64:
-            raise BadValueError(f"{settings.path}: {where}{key} is {_shown(value)!r}; expected a number of 64 bits")
+            raise BadValueError(
+                f"{settings.path}: {where}{key} is {_shown(value)!r}; expected a number of 64 bits"
+            )
         if name == "chat_template_config" and isinstance(value, dict):
             value = json.dumps(value)
         elif name == "max_kv_size" and type(value) is int:
@@ -164,12 +178,14 @@ def _kind(annotation: Any) -> type:
 
 
 def config(
-    path: Annotated[bool, typer.Option("--path", help="Print where the file is looked for, and nothing else.")] = False,
+    path: Annotated[
+        bool, typer.Option("--path", help="Print where the file is looked for, and nothing else.")
+    ] = False,
 ) -> None:
     """Show the config file and what it sets, all of it checked.
 
-    Top-level keys are flags of generate and chat; serve, plan and report heed those that they have, too. [generate],
-    [chat], [serve], [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
+    Top-level keys are flags of generate and chat; serve, plan and report heed those that they have, too.
+    [generate], [chat], [serve], [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
     """
     wanted = wanted_path()
     if path:

@@ -20,7 +20,9 @@ from kvant.tools.convert.weight_format import WeightFormat
 def convert(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="SOURCE", help="The model to convert.", autocompletion=options.complete_models),
+        typer.Argument(
+            metavar="SOURCE", help="The model to convert.", autocompletion=options.complete_models
+        ),
     ] = None,
     dest: Annotated[
         str | None, typer.Argument(metavar="DEST", help="The folder to write: a new one, or an empty one.")
@@ -28,17 +30,25 @@ def convert(
     *,
     model: Annotated[
         str | None,
-        typer.Option(help=f"{options.MODEL_HELP}; instead of SOURCE.", autocompletion=options.complete_models),
+        typer.Option(
+            help=f"{options.MODEL_HELP}; instead of SOURCE.", autocompletion=options.complete_models
+        ),
     ] = None,
-    hf_path: Annotated[str | None, typer.Option(help="SOURCE, as mlx_lm.convert names it; wants -q beside it.")] = None,
-    mlx_path: Annotated[str | None, typer.Option(help="DEST, as mlx_lm.convert names it; wants -q beside it.")] = None,
+    hf_path: Annotated[
+        str | None, typer.Option(help="SOURCE, as mlx_lm.convert names it; wants -q beside it.")
+    ] = None,
+    mlx_path: Annotated[
+        str | None, typer.Option(help="DEST, as mlx_lm.convert names it; wants -q beside it.")
+    ] = None,
     quantize: Annotated[
         bool, typer.Option("--quantize", "-q", help="Quantize, as in mlx_lm.convert; here the default.")
     ] = False,
     bits: Annotated[
         int | None,
         typer.Option(
-            "--bits", "--q-bits", help="Bits of a weight: 2, 3, 4, 5, 6 or 8; 0 only changes --dtype; default: 4."
+            "--bits",
+            "--q-bits",
+            help="Bits of a weight: 2, 3, 4, 5, 6 or 8; 0 only changes --dtype; default: 4.",
         ),
     ] = None,
     group_size: Annotated[
@@ -57,7 +67,9 @@ def convert(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float16, bfloat16 or float32 for all that stays in floating point; default: as stored."),
+        typer.Option(
+            help="float16, bfloat16 or float32 for all that stays in floating point; default: as stored."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no statistics and no progress.")] = False,
 ) -> None:
@@ -66,7 +78,8 @@ def convert(
     if (hf_path or mlx_path) and not quantize and bits is None:
         given = "--hf-path" if hf_path else "--mlx-path"
         raise BadValueError(
-            f"{given} is mlx_lm.convert's, which does not quantize without -q; expected -q, or --bits 0 and --dtype"
+            f"{given} is mlx_lm.convert's, which does not quantize without -q; expected -q, or --bits 0 and "
+            f"--dtype"
         )
     if quantize and bits == 0:
         raise BadValueError("--bits is 0, which does not quantize, but --quantize (-q) is given")
@@ -83,7 +96,9 @@ def convert(
     sizes = f"{format_bytes(done.source_bytes)} became {format_bytes(done.bytes)}"
     say(f"{dest}: {sizes}, {done.bits_per_weight:.2f} bits a weight", quiet)
     if done.unquantized:
-        which = done.unquantized[0] + (f" and {len(done.unquantized) - 1} more" if len(done.unquantized) > 1 else "")
+        which = done.unquantized[0] + (
+            f" and {len(done.unquantized) - 1} more" if len(done.unquantized) > 1 else ""
+        )
         say(f"not quantized, groups of {chosen.group_size} do not divide the width: {which}", quiet)
 
 
@@ -98,11 +113,15 @@ def _folders(
     if named is not None:
         if len(found) + (mlx_path is not None) > 1:
             flag = "--model" if hf_path is None else "--hf-path"
-            raise BadValueError(f"the model is given twice, as the argument {found[0]!r} and with {flag} {named}")
+            raise BadValueError(
+                f"the model is given twice, as the argument {found[0]!r} and with {flag} {named}"
+            )
         found.insert(0, named)
     if mlx_path is not None:
         if len(found) > 1:
-            raise BadValueError(f"DEST is given twice, as the argument {found[1]!r} and with --mlx-path {mlx_path}")
+            raise BadValueError(
+                f"DEST is given twice, as the argument {found[1]!r} and with --mlx-path {mlx_path}"
+            )
         found.append(mlx_path)
     if len(found) < 2:
         missing = "DEST" if mlx_path is None else "SOURCE"

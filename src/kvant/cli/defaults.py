@@ -8,20 +8,27 @@ from typer.exceptions import TyperException
 
 from kvant.errors import did_you_mean
 
-CONFIGURED = ("generate", "chat", "serve", "plan", "report")  # commands that take defaults from the config file
+# commands that take defaults from the config file
+CONFIGURED = ("generate", "chat", "serve", "plan", "report")
 OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
 
 
 class BadValueError(TyperException):
-    """A value that a flag cannot take: it names the flag, what was given and what was expected. The exit code is 2."""
+    """A value that a flag cannot take: it names the flag, what was given and what was expected. The exit
+    code is 2.
+    """
 
     exit_code = 2
 
 
 class Defaults(dict[str, Any]):
-    """Defaults by parameter, as a command's context takes them; ``sources`` says in words where each comes from."""
+    """Defaults by parameter, as a command's context takes them; ``sources`` says in words where each comes
+    from.
+    """
 
-    def __init__(self, parameters: Iterable[str], presets: Mapping[str, Mapping[str, Any]], place: str) -> None:
+    def __init__(
+        self, parameters: Iterable[str], presets: Mapping[str, Mapping[str, Any]], place: str
+    ) -> None:
         """No default yet; ``presets`` are for :meth:`use`, and ``place`` says where they are written."""
         super().__init__()
         self.sources: dict[str, str] = {}
@@ -36,13 +43,17 @@ class Defaults(dict[str, Any]):
     def use(self, preset: str) -> None:
         """Let a preset's values go before those that are there."""
         if preset not in self._presets:
-            known = f"{self._place} has {', '.join(self._presets) or 'none'}{did_you_mean(preset, self._presets)}"
+            known = (
+                f"{self._place} has {', '.join(self._presets) or 'none'}{did_you_mean(preset, self._presets)}"
+            )
             raise BadValueError(f"--preset is {preset!r}; {known}")
         self.take(self._presets[preset], f"preset {preset}")
 
 
 def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The values that come from the config file, a preset or the environment: name -> value and source, in words."""
+    """The values that come from the config file, a preset or the environment: name -> value and source, in
+    words.
+    """
     defaults = context.default_map
     if not isinstance(defaults, Defaults):
         return {}

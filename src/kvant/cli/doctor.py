@@ -20,7 +20,9 @@ RANKS_DEADLINE_S = 120.0  # 2 ranks on the loopback take a second
 
 def doctor(
     *,
-    json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json_object: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Describe the machine, say which way each operator goes and why, and check the fused kernel on a GPU.
@@ -55,7 +57,10 @@ def doctor(
 def _group_parts(found: "RankDiagnosis") -> Iterator[Union[str, "Table"]]:
     rows = []
     for each in found.ranks:
-        device, mlx = f"{each.environment.device}, {each.environment.cores} cores", each.environment.versions["mlx"]
+        device, mlx = (
+            f"{each.environment.device}, {each.environment.cores} cores",
+            each.environment.versions["mlx"],
+        )
         rows.append((str(each.rank), each.host, device, format_bytes(each.memory_bytes), mlx))
     yield terminal.table(("rank", "machine", "device", "memory", "MLX"), rows)
     for each in found.ranks:
@@ -79,28 +84,46 @@ def _parts(found: "Diagnosis") -> Iterator[Union[str, "Table"]]:
     yield f"BLAS: {environment.blas}"
     yield f"compiler: {found.compiler}"
     if (speed := found.memory_speed) is not None:
-        read = f"one row of float32 matrices reads {speed.row_gb_s:.1f} GB/s (MLX's product {speed.mlx_row_gb_s:.1f})"
+        read = (
+            f"one row of float32 matrices reads {speed.row_gb_s:.1f} GB/s "
+            f"(MLX's product {speed.mlx_row_gb_s:.1f})"
+        )
         yield f"memory speed: {read}; a copy reads and writes {speed.copy_gb_s:.1f} GB/s"
     yield terminal.table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths))
     against = "kernel against attention on the CPU"
     if found.kernels:
         numbers = (
-            (r.case, _shown(r.error, ".1e"), _shown(r.tolerance, ".1e"), _shown(r.fused_ms), _shown(r.unfused_ms))
+            (
+                r.case,
+                _shown(r.error, ".1e"),
+                _shown(r.tolerance, ".1e"),
+                _shown(r.fused_ms),
+                _shown(r.unfused_ms),
+            )
             for r in found.kernels
         )
         yield terminal.table((against, "error", "allowed", "ms", "unfused ms"), numbers)
-        wrong = [f"wrong: {result.case}: {result.problem}" for result in found.kernels if result.problem is not None]
+        wrong = [
+            f"wrong: {result.case}: {result.problem}"
+            for result in found.kernels
+            if result.problem is not None
+        ]
         yield from wrong
         yield f"{against}: {len(found.kernels) - len(wrong)} of {len(found.kernels)} agree"
     if found.uses:
-        wrong = [f"wrong: the kernel does not run: {use.problem}" for use in found.uses if use.problem is not None]
+        wrong = [
+            f"wrong: the kernel does not run: {use.problem}" for use in found.uses if use.problem is not None
+        ]
         yield from wrong
         yield f"kernel as caches use it: {len(found.uses) - len(wrong)} of {len(found.uses)} formats run"
     if found.start is not None:
         start = found.start
         cold = f"{start.cold_instances} instances, {start.cold_ms:.0f} ms"
         warm = f"{start.warm_instances} instances, {start.warm_ms:.0f} ms"
-        yield f"start of {start.use}: {cold} when the kernel is tried, {warm} later, until a draft or a batch asks"
+        yield (
+            f"start of {start.use}: {cold} when the kernel is tried, {warm} later, "
+            "until a draft or a batch asks"
+        )
     if found.record is not None:
         yield f"record: {found.record}"
     for text in found.unchecked:

@@ -25,19 +25,24 @@ def evidence(
     *,
     model: options.Model = POCKET,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Measure, ten minutes at most, and write this file.")
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Measure, ten minutes at most, and write this file."),
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Say what such a file lacks, and whether it is as it was written."),
+        typer.Option(
+            metavar="FILE.json", help="Say what such a file lacks, and whether it is as it was written."
+        ),
     ] = None,
-    json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    json_object: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of lines.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Measure this machine with a model, and keep every round in one file that others can check.
 
-    What kvant doctor says; attention, and a token beside mlx-lm's, in turns; memory against its plan; the quality of 8
-    and 4 bits; the start. docs/evidence.md is made of such files.
+    What kvant doctor says; attention, and a token beside mlx-lm's, in turns; memory against its plan; the
+    quality of 8 and 4 bits; the start. docs/evidence.md is made of such files.
     """
     options.check_kernels()
     if (output is None) == (check is None):
@@ -62,7 +67,9 @@ def evidence(
     with atomic_file(output) as file:
         file.write(json.dumps(record, indent=1).encode() + b"\n")
     lines = [f"{name}: {figure}" for name, figure in figures(record)]
-    terminal.show(record, [*lines, *(f"left out: {text}" for text in record["left_out"])], as_json=json_object)
+    terminal.show(
+        record, [*lines, *(f"left out: {text}" for text in record["left_out"])], as_json=json_object
+    )
     if not record["healthy"]:
         raise typer.Exit(1)
 

@@ -30,20 +30,32 @@ Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.tools.plan.plan`
 
 
 def plan_that_fits(
-    checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine, split_pairs: Pairs = None
+    checkpoint: AnyCheckpoint,
+    settings: Settings,
+    max_kv_size: KvSize,
+    machine: Machine,
+    split_pairs: Pairs = None,
 ) -> MemoryPlan:
     """The plan of a run, which is refused with a ContextError if it does not fit into the machine."""
     made = plan_for(checkpoint, settings, max_kv_size, machine, split_pairs)
     if made.total > machine.limit_bytes:
-        longest = longest_by_bits(settings, lambda own: longest_context(checkpoint, machine, own, split_pairs))
+        longest = longest_by_bits(
+            settings, lambda own: longest_context(checkpoint, machine, own, split_pairs)
+        )
         raise ContextError(f"{describe(made, machine)}; {what_fits(made, longest)}")
     return made
 
 
 def plan_for(
-    checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine, split_pairs: Pairs = None
+    checkpoint: AnyCheckpoint,
+    settings: Settings,
+    max_kv_size: KvSize,
+    machine: Machine,
+    split_pairs: Pairs = None,
 ) -> MemoryPlan:
-    """The plan of a run, whether it fits or not; for "auto", of the longest context that does, or of a single token."""
+    """The plan of a run, whether it fits or not; for "auto", of the longest context that does, or of a
+    single token.
+    """
     tokens, device = tokens_asked(checkpoint, max_kv_size), machine.device
     with named_format(settings):
         if tokens is None:
@@ -54,9 +66,11 @@ def plan_for(
 def with_weights(
     wanted: str | None, checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine
 ) -> tuple[AnyCheckpoint, Settings]:
-    """The model and the draft model of a plan, with their quantized matrices as floats if --weights asks for that.
+    """The model and the draft model of a plan, with their quantized matrices as floats if --weights asks for
+    that.
 
-    Without the flag a CPU with OpenBLAS unpacks both if a plan of as many tokens takes at most half of its memory then.
+    Without the flag a CPU with OpenBLAS unpacks both if a plan of as many tokens takes at most half of its
+    memory then.
     """
     if wanted == "float32" and not isinstance(checkpoint, Checkpoint):
         raise BadValueError(
@@ -68,7 +82,10 @@ def with_weights(
         raise BadValueError("--weights is 'packed'; this model's weights are not quantized")
     draft, unpacked = settings.draft_model, (_unpacked(checkpoint), settings)
     if draft is not None:
-        unpacked = unpacked[0], replace(settings, draft_model=replace(draft, checkpoint=_unpacked(draft.checkpoint)))
+        unpacked = (
+            unpacked[0],
+            replace(settings, draft_model=replace(draft, checkpoint=_unpacked(draft.checkpoint))),
+        )
     if wanted == "packed" or machine.device != "cpu" or unpacked == (checkpoint, settings):
         return checkpoint, settings
     if wanted is None:
@@ -91,13 +108,19 @@ def ranks_that_fit(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """The plan of a run on several machines, which is refused with a ContextError if it does not fit into each."""
+    """The plan of a run on several machines, which is refused with a ContextError if it does not fit into
+    each.
+    """
     made = ranks_for(checkpoint, settings, max_kv_size, machines, parallel)
     if not made.fits:
         rank = made.fullest
         layers = "" if made.layers is None else f" with layers {describe_layers(made.layers[rank])}"
-        line = describe(made.plans[rank], made.machines[rank], f" on rank {rank} of {len(made.plans)}{layers}")
-        longest = longest_by_bits(settings, lambda own: RankPlanner(checkpoint, machines, made.parallel, own).longest())
+        line = describe(
+            made.plans[rank], made.machines[rank], f" on rank {rank} of {len(made.plans)}{layers}"
+        )
+        longest = longest_by_bits(
+            settings, lambda own: RankPlanner(checkpoint, machines, made.parallel, own).longest()
+        )
         raise ContextError(f"{line}; {what_fits(made.plans[0], longest)}")
     return made
 
@@ -109,7 +132,9 @@ def ranks_for(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """The plan whether it fits or not, as :func:`plan_for`; by default a pipeline, unless only tensor parallel fits."""
+    """The plan whether it fits or not, as :func:`plan_for`; by default a pipeline, unless only tensor
+    parallel fits.
+    """
     tokens = tokens_asked(checkpoint, max_kv_size)
     made: list[RankPlan] = []
     refused: list[ModelError] = []
@@ -133,7 +158,11 @@ def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
     context = checkpoint.config.max_position_embeddings
     if isinstance(max_kv_size, int) and context is not None and max_kv_size > context:
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
-    return None if max_kv_size == AUTO else max_kv_size or min(DEFAULT_RESERVATION, context or DEFAULT_RESERVATION)
+    return (
+        None
+        if max_kv_size == AUTO
+        else max_kv_size or min(DEFAULT_RESERVATION, context or DEFAULT_RESERVATION)
+    )
 
 
 def with_checkpoints(
@@ -146,7 +175,8 @@ def with_checkpoints(
         return replace(run.cache, checkpoints=wanted if wanted and checkpoint.moves_on else 0)
     if run.checkpoints and not checkpoint.moves_on:
         raise BadValueError(
-            f"--checkpoints is {run.checkpoints}; this model has no windows and no states: others go on from any place"
+            f"--checkpoints is {run.checkpoints}; this model has no windows and no states: others go on from "
+            f"any place"
         )
     if run.checkpoints and is_divided:
         raise BadValueError(
@@ -156,7 +186,9 @@ def with_checkpoints(
 
 
 def named_format(settings: Settings) -> AbstractContextManager[None]:
-    """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its flags."""
+    """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its
+    flags.
+    """
     own = settings.cache
     tuned = None if own.kv_format is None else f"--kv-format {own.kv_format.path}"
     group = "" if own.kv_group_size is None else f" --kv-group-size {own.kv_group_size}"
@@ -165,7 +197,12 @@ def named_format(settings: Settings) -> AbstractContextManager[None]:
 
 def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
     """A plan that does not fit, in a line; ``on``: which machine, of several."""
-    parts = {"weights": made.weights, "cache": made.cache, "prefill scratch": made.scratch, "state": made.state}
+    parts = {
+        "weights": made.weights,
+        "cache": made.cache,
+        "prefill scratch": made.scratch,
+        "state": made.state,
+    }
     parts |= {"the draft model's weights": made.draft_weights, "its cache": made.draft_cache}
     parts |= {"caches for --prompt-cache-file": made.caches}
     if made.loading > sum(parts.values()):
@@ -173,7 +210,9 @@ def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
     parts["the process"] = made.process
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     count = made.settings.sequences
-    tokens = f"{made.max_kv_size} tokens" if count is None else f"{count} sequences of {made.max_kv_size} tokens"
+    tokens = (
+        f"{made.max_kv_size} tokens" if count is None else f"{count} sequences of {made.max_kv_size} tokens"
+    )
     return (
         f"{tokens} need {format_bytes(made.total)}{on} ({listed}); "
         f"there are {format_bytes(machine.limit_bytes)} ({machine.limit_source})"
@@ -184,8 +223,12 @@ def describe_layers(layers: range) -> str:
     return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
 
 
-def longest_by_bits(settings: Settings, longest: Callable[[Settings], LongestContext]) -> dict[int, LongestContext]:
-    """The longest contexts by bits of the cache, 0 for the compute dtype's; without those the model cannot have."""
+def longest_by_bits(
+    settings: Settings, longest: Callable[[Settings], LongestContext]
+) -> dict[int, LongestContext]:
+    """The longest contexts by bits of the cache, 0 for the compute dtype's; without those the model cannot
+    have.
+    """
     found = {}
     for bits in (0, 8, 4):
         with suppress(ValueError):
@@ -198,9 +241,14 @@ def what_fits(made: MemoryPlan, longest: Mapping[int, LongestContext]) -> str:
     found = {bits or 16: one.tokens for bits, one in longest.items()}
     own = made.settings.cache.kv_bits or 16
     ways = [f"--max-kv-size {found[own]}"] if found[own] else []
-    ways += [f"--kv-bits {bits}" for bits, fits in found.items() if bits < own and fits >= made.max_kv_size][:1]
+    ways += [f"--kv-bits {bits}" for bits, fits in found.items() if bits < own and fits >= made.max_kv_size][
+        :1
+    ]
     if not ways and own > 4 and found.get(4):
         ways = [f"--kv-bits 4 --max-kv-size {found[4]}"]
     if ways:
         return f"{' or '.join(ways)} would fit"
-    return "no context fits, whatever the cache: the model needs smaller weights (`kvant convert`) or more memory"
+    return (
+        "no context fits, whatever the cache: "
+        "the model needs smaller weights (`kvant convert`) or more memory"
+    )

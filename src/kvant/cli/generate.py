@@ -37,23 +37,33 @@ def generate(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [PROMPT]",
-            help="One argument is the prompt, two are the model and the prompt; with --prompt one is the model. "
+            help="One argument is the prompt, two are the model and the prompt; with --prompt one is the "
+            "model. "
             "Text that is piped in goes before the prompt, or is it; - reads all of it from standard input.",
             autocompletion=options.complete_models,
         ),
     ] = None,
     *,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt, instead of an argument.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The prompt, instead of an argument.")
+    ] = None,
     run: Annotated[RunOptions, Without(["checkpoints"])],
     sampling: SamplingOptions,
     ignore_chat_template: Annotated[
-        bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is, without the chat template.")
+        bool,
+        typer.Option(
+            "--ignore-chat-template", help="Continue the prompt as it is, without the chat template."
+        ),
     ] = False,
     prefill: Annotated[
         str | None,
-        typer.Option("--prefill-response", metavar="TEXT", help="The answer begins with this text, and goes on."),
+        typer.Option(
+            "--prefill-response", metavar="TEXT", help="The answer begins with this text, and goes on."
+        ),
     ] = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print one JSON object a token instead of text.")] = False,
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a token instead of text.")
+    ] = False,
     n: Annotated[
         int, typer.Option("--n", help="Answer so many times, each with its own seed; read the prompt once.")
     ] = 1,
@@ -61,13 +71,16 @@ def generate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Answer many prompts: a JSON object a line, with prompt or messages, and with id, max_tokens, stop "
+            help="Answer many prompts: a JSON object a line, with prompt or messages, and with id, "
+            "max_tokens, stop "
             "and options of sampling where they are its own; - reads them from standard input.",
         ),
     ] = None,
     sequences: Annotated[
         int | None,
-        typer.Option(help=f"Of --prompts-file and --n: so many answers at once, at most; default: {SEQUENCES}."),
+        typer.Option(
+            help=f"Of --prompts-file and --n: so many answers at once, at most; default: {SEQUENCES}."
+        ),
     ] = None,
     deterministic: options.Deterministic = False,
     prompt_cache_file: Annotated[
@@ -80,12 +93,17 @@ def generate(
 ) -> None:
     """Answer one prompt, or the prompts of a file: text to standard output, statistics to standard error."""
     if ignore_chat_template:
-        for name, given in (*((name, getattr(run, name)) for name in OF_THE_TEMPLATE), ("prefill_response", prefill)):
+        for name, given in (
+            *((name, getattr(run, name)) for name in OF_THE_TEMPLATE),
+            ("prefill_response", prefill),
+        ):
             if given is not None:
                 flag = options.flag(name)
                 raise BadValueError(f"{flag} needs the chat template that --ignore-chat-template leaves out")
     options.check_counts(n=n, sequences=sequences)
-    options.check_text(prefill_response=prefill, prompt_cache_file=prompt_cache_file, prompts_file=prompts_file)
+    options.check_text(
+        prefill_response=prefill, prompt_cache_file=prompt_cache_file, prompts_file=prompts_file
+    )
     of_a_file = prompts_file is not None
     together = n > 1 or deterministic or of_a_file
     if sequences is not None and not together:
@@ -122,7 +140,9 @@ def generate(
     if session.sampling(sampling, drawn)[0] is greedy and n > 1:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")
     say(session.sampling_line + ", where a line says nothing else" * of_a_file, run.quiet)
-    questions = [prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill) for line in lines]
+    questions = [
+        prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill) for line in lines
+    ]
     # On a terminal the answers of a file themselves say how far it is.
     quiet = run.quiet or (of_a_file and sys.stdout.isatty())
     with LateProgress("answering" if of_a_file else "reading the prompt", quiet=quiet) as progress:
@@ -131,11 +151,19 @@ def generate(
             from kvant.cli.answering import answer_together  # with what a single prompt does not need
 
             answers = answer_together(
-                session, run, questions, n, at_once=at_once, deterministic=deterministic, file=prompt_cache_file
+                session,
+                run,
+                questions,
+                n,
+                at_once=at_once,
+                deterministic=deterministic,
+                file=prompt_cache_file,
             )
         else:
             answers = _answer(session, run, questions[0], prompt_cache_file, progress.update)
-        output = AnswerOutput(session, run, questions, n, prefill or "", json_lines=json_lines, of_a_file=of_a_file)
+        output = AnswerOutput(
+            session, run, questions, n, prefill or "", json_lines=json_lines, of_a_file=of_a_file
+        )
         kept: ModelCache | None = None
         try:
             for number, response in answers:
@@ -156,7 +184,9 @@ def generate(
 def _answer(
     session: Session, run: RunOptions, question: Question, file: str | None, progress: PromptProgress
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """One answer, number 0, through the session's cache; what the file holds of the prompt is not read again."""
+    """One answer, number 0, through the session's cache; what the file holds of the prompt is not read
+    again.
+    """
     cache_file.take(file, session.cache, question.ids, quiet=run.quiet)
     started = time.perf_counter()
     request = Request(

@@ -25,10 +25,15 @@ NOT_OF_A_NAME = re.compile(r"[^a-z0-9._-]+")
 
 def import_model(
     source: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A GGUF file, or ollama:NAME[:TAG] for a model Ollama downloaded.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A GGUF file, or ollama:NAME[:TAG] for a model Ollama downloaded."
+        ),
     ],
     *,
-    name: Annotated[str | None, typer.Option(help="The name to use it by; default: the file's, or Ollama's.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The name to use it by; default: the file's, or Ollama's.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="The folder to write instead: a new one, or an empty one."),
@@ -36,19 +41,22 @@ def import_model(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Compare the imported model's predictions with those of the file's own values, as float32."
+            "--check",
+            help="Compare the imported model's predictions with those of the file's own values, as float32.",
         ),
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Make a model folder of a GGUF file; print the folder.
 
-    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and floats keep their values exactly. Q4_K and Q5_K have their scales rounded to
-    float16. Q6_K is quantized to 8 bits again. Other types are refused.
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and floats keep their values exactly. Q4_K and Q5_K have their scales
+    rounded to float16. Q6_K is quantized to 8 bits again. Other types are refused.
     """
     options.check_text(source=str(source), name=name)
     if name is not None and output is not None:
-        raise BadValueError(f"--name {name!r:.40} names a model of kvant's own folder; leave out --output or --name")
+        raise BadValueError(
+            f"--name {name!r:.40} names a model of kvant's own folder; leave out --output or --name"
+        )
     path, found = source, source.stem
     if str(source).startswith(OLLAMA):
         found, path = find_ollama(str(source).removeprefix(OLLAMA))
@@ -73,7 +81,8 @@ def import_model(
         except KvantError as error:
             raise ConvertError(f"{dest} is imported, but it was not checked: {error}") from error
         say(
-            f"KLD of the import from the file's values: {figures.mean_kld_nats:.2g} nats, the same likeliest token in "
+            f"KLD of the import from the file's values: {figures.mean_kld_nats:.2g} nats, the same likeliest "
+            f"token in "
             f"{100 * figures.top1:.2f} % of {figures.positions} places",
             quiet,
         )

@@ -1,7 +1,7 @@
 """Ctrl-C while a command runs: KeyboardInterrupt. Where nothing reacts to it, the process ends after 0.2 s.
 
-Python handles a signal between two of its own operations, and one operation of MLX can take seconds. So a second
-thread waits for the signal.
+Python handles a signal between two of its own operations, and one operation of MLX can take seconds. So a
+second thread waits for the signal.
 """
 
 import os
@@ -29,7 +29,9 @@ _at_deadline: list[Callable[[], None]] = []  # what is done before the process e
 
 
 def begin(early: Handler | None) -> None:
-    """Raise KeyboardInterrupt from here on, with the deadline, in place of the handler that ends a starting command."""
+    """Raise KeyboardInterrupt from here on, with the deadline, in place of the handler that ends a
+    starting command.
+    """
     global _early
     if early is None or signal.getsignal(signal.SIGINT) is not early:
         return
@@ -60,7 +62,9 @@ def patient() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Ctrl-C inside is a KeyboardInterrupt at the end: something is done whole or not at all. For the main thread."""
+    """Ctrl-C inside is a KeyboardInterrupt at the end: something is done whole or not at all. For the main
+    thread.
+    """
     global _held, _waiting
     _held += 1
     try:
@@ -73,7 +77,9 @@ def held() -> Iterator[None]:
 
 
 def at_deadline(act: Callable[[], None]) -> None:
-    """From here on ``act`` is done first if the process ends at the deadline. It may run in another thread."""
+    """From here on ``act`` is done first if the process ends at the deadline. It may run in another
+    thread.
+    """
     _at_deadline.append(act)
 
 

@@ -27,13 +27,13 @@ from kvant.errors import EXIT_INTERRUPTED, KvantError, did_you_mean, one_line
 from kvant.files import read_given
 
 MAX_RANKS, MAX_HOSTS_BYTES = 64, 2**20
-# Below those that a system gives to connections: one of any process could take a rank's port before it listens there,
-# and a rank's own, to a neighbour that is not there yet, could meet itself.
+# Below those that a system gives to connections: one of any process could take a rank's port before it
+# listens there, and a rank's own, to a neighbour that is not there yet, could meet itself.
 PORTS = range(10_000, 32_000)
 STOPPED_S = 2.0  # for a rank to end by a signal that a stopped one does not get
 LOOK_S = 0.1
-# As the console script starts: before the package loads libraries Ctrl-C is taken over, and the folder that the
-# command runs in is not searched for modules.
+# As the console script starts: before the package loads libraries Ctrl-C is taken over, and the folder that
+# the command runs in is not searched for modules.
 START = ("-P", "-c", "from kvant_command import main; main()")
 
 
@@ -47,24 +47,36 @@ def launch(
         ),
     ] = None,
     *,
-    ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="Run so many ranks, all on this machine.")] = None,
-    hostfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Run a rank on each of MLX's hosts.")] = None,
-    backend: Annotated[str | None, typer.Option(metavar="ring|jaccl|jaccl-ring|nccl", help="As mlx.launch.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", help="Run so many ranks, all on this machine.")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Run a rank on each of MLX's hosts.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="ring|jaccl|jaccl-ring|nccl", help="As mlx.launch.")
+    ] = None,
     starting_port: Annotated[
         int | None, typer.Option("--starting-port", "-p", help="Default: free ones with -n, else 32323.")
     ] = None,
-    env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of every rank; repeatable.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of every rank; repeatable.")
+    ] = None,
     cwd: Annotated[str | None, typer.Option(metavar="FOLDER", help="Where every rank runs.")] = None,
-    python: Annotated[str | None, typer.Option(metavar="PATH", help="Every rank's Python, which has kvant.")] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Every rank's Python, which has kvant.")
+    ] = None,
 ) -> None:
     """Run a command as ranks: `kvant launch -n 2 -- generate "Hello"`, or `--hostfile hosts.json`.
 
-    Rank 0 is the command that you see. mlx.launch starts it and the others, by ssh on other machines. The exit code is
-    rank 0's, and never 0 if another rank failed.
+    Rank 0 is the command that you see. mlx.launch starts it and the others, by ssh on other machines. The
+    exit code is rank 0's, and never 0 if another rank failed.
     """
     words = command[1:] if command and os.path.basename(command[0]) == "kvant" else command
     if not words or words[0] not in COMMANDS:
-        found = f"{words[0]!r} is no command that runs on several machines" if words else "no command after --"
+        found = (
+            f"{words[0]!r} is no command that runs on several machines" if words else "no command after --"
+        )
         near = did_you_mean(words[0], COMMANDS) if words else ""
         raise BadValueError(f"{found}; expected one of {', '.join(COMMANDS)}{near}")
     if (ranks is None) == (hostfile is None):
@@ -72,16 +84,21 @@ def launch(
     if ranks is not None and not 1 <= ranks <= MAX_RANKS:
         raise BadValueError(f"--ranks is {ranks}; expected 1 to {MAX_RANKS}")
     if words[0] == "generate" and _text_waits():
-        raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
+        raise BadValueError(
+            "standard input reaches no rank; expected the prompt as an argument or with --prompt"
+        )
     if hostfile is not None:
         read_hosts(hostfile)
     elif ranks is not None:
         env = [f"{LAUNCHER}={os.getpid()}", *(env or [])]
-        starting_port = free_ports(1 + ranks) + 1 if starting_port is None else starting_port  # the guard's is below
+        # the guard's is below
+        starting_port = free_ports(1 + ranks) + 1 if starting_port is None else starting_port
     given = {"repeat-hosts": ranks, "hostfile": hostfile, "backend": backend, "starting-port": starting_port}
     flags = [f"--{name}={value}" for name, value in (given | {"cwd": cwd}).items() if value is not None]
     flags += [f"--env={text}" for text in env or []]
-    codes = _run([*flags, f"--python={python or sys.executable}", "--", *START, *words], talks=words[0] == "chat")
+    codes = _run(
+        [*flags, f"--python={python or sys.executable}", "--", *START, *words], talks=words[0] == "chat"
+    )
     first = codes.get(0, 1)
     if code := 128 - first if first < 0 else first or int(any(codes.values())):
         raise typer.Exit(code)
@@ -95,12 +112,16 @@ def read_hosts(path: Path) -> list[str]:
         raise BadValueError(f"--hostfile: {path} is no host file: {one_line(error)}") from error
     for rank, name in enumerate(names):
         if not isinstance(name, str) or not name or name[0] == "-" or not name.isprintable():
-            raise BadValueError(f"--hostfile: {path}: rank {rank}: ssh is {name!r:.80}; expected a host's name")
+            raise BadValueError(
+                f"--hostfile: {path}: rank {rank}: ssh is {name!r:.80}; expected a host's name"
+            )
     return names
 
 
 def free_ports(count: int) -> int:
-    """Give the first of so many ports in a row that nobody uses, drawn so that two runs at once do not meet."""
+    """Give the first of so many ports in a row that nobody uses, drawn so that two runs at once do not
+    meet.
+    """
     while True:
         first = random.SystemRandom().choice(PORTS)
         with ExitStack() as held, suppress(OSError):

@@ -34,7 +34,8 @@ class Row:
     name: str
     bytes: int  # of all its files that are known
     context: int | None  # in tokens
-    cache_bytes_per_token: dict[int, float] | None  # by bits of a value; below 16 in groups of 32 with float16 scales
+    # by bits of a value; below 16 in groups of 32 with float16 scales
+    cache_bytes_per_token: dict[int, float] | None
     license: str | None
     here: str  # "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded
     way: str | None  # "native": kvant's decoder; "bridged": mlx-lm's class, with kvant's cache; or "refused"
@@ -42,16 +43,22 @@ class Row:
 
 
 def models(
-    json_rows: Annotated[bool, typer.Option("--json", help="Print the list as JSON instead of a table.")] = False,
+    json_rows: Annotated[
+        bool, typer.Option("--json", help="Print the list as JSON instead of a table.")
+    ] = False,
     architectures: Annotated[
-        bool, typer.Option("--architectures", help="List architectures instead of models, and which way each goes.")
+        bool,
+        typer.Option(
+            "--architectures", help="List architectures instead of models, and which way each goes."
+        ),
     ] = False,
 ) -> None:
     """List the models kvant knows by name, and the others that were pulled or imported."""
     if architectures:
         ways = _architectures()
         lines = (
-            f"{way['model_type']:24} {way['way']}" + (f": {way['reason']}" if way["reason"] else "") for way in ways
+            f"{way['model_type']:24} {way['way']}" + (f": {way['reason']}" if way["reason"] else "")
+            for way in ways
         )
         terminal.show(ways, lines, as_json=json_rows)
         return
@@ -72,7 +79,8 @@ def _table(rows: list[Row]) -> "Iterator[RenderableType]":
     bits = ", ".join(map(str, CACHE_BITS))
     yield f"{bits} bits: bytes of cache a token, in groups of {GROUP} with float16 scales below 16"
     yield (
-        f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, kvant's cache "
+        f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, "
+        f"kvant's cache "
         "(--architectures names them)"
     )
     for row in rows:
@@ -108,13 +116,20 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
 
 
 def _row(
-    name: str, config: Mapping[str, Any], terms: str | None, size: int, here: str, pulled: weights.Pulled | None = None
+    name: str,
+    config: Mapping[str, Any],
+    terms: str | None,
+    size: int,
+    here: str,
+    pulled: weights.Pulled | None = None,
 ) -> Row:
     way, problem = way_of(config)
     if pulled is not None:
         size, here = sum(file.bytes for file in pulled.files.values()), "changed" if pulled.problem else "yes"
         problem = pulled.problem or problem
-    return Row(name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, way, problem)
+    return Row(
+        name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, way, problem
+    )
 
 
 def way_of(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -146,7 +161,9 @@ def _architectures() -> list[dict[str, str | None]]:
 
 def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:
     """Bytes a cached token takes, by bits of a value; None where the config does not say its shape."""
-    layers, heads, hidden = (_count(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    layers, heads, hidden = (
+        _count(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
     kv_heads = heads if config.get("num_key_value_heads") is None else _count(config, "num_key_value_heads")
     head_dim = hidden // heads if hidden and heads else None
     if config.get("head_dim") is not None:

@@ -28,7 +28,9 @@ from kvant.operators.dispatch import VARIABLE, choose
 
 @contextmanager
 def named(flag: str) -> Iterator[None]:
-    """A ValueError in the block becomes a BadValueError that begins with the flag; kvant's own errors pass."""
+    """A ValueError in the block becomes a BadValueError that begins with the flag; kvant's own errors
+    pass.
+    """
     try:
         yield
     except KvantError:
@@ -61,7 +63,9 @@ def complete_models(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-MODEL_HELP = f"A folder, a name (`kvant models`), owner/repository[@revision] after `kvant pull`, or '{POCKET}'"
+MODEL_HELP = (
+    f"A folder, a name (`kvant models`), owner/repository[@revision] after `kvant pull`, or '{POCKET}'"
+)
 Model = Annotated[
     str, typer.Option(help=f"{MODEL_HELP}; KVANT_MODEL is another default.", autocompletion=complete_models)
 ]
@@ -77,11 +81,15 @@ PulledArgument = Annotated[
         autocompletion=complete_models,
     ),
 ]
-Pulled = Annotated[str | None, typer.Option(help="The model, instead of the argument.", autocompletion=complete_models)]
-AdapterPath = Annotated[
-    str | None, typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load.")
+Pulled = Annotated[
+    str | None, typer.Option(help="The model, instead of the argument.", autocompletion=complete_models)
 ]
-PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")  # the first that fits is proposed
+AdapterPath = Annotated[
+    str | None,
+    typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load."),
+]
+# the first that fits is proposed
+PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")
 PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
 NumDraftTokens = Annotated[
     int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
@@ -92,18 +100,21 @@ DiskCacheFolder = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="Keep pages of the cache in this folder, so that a text is not read again after a restart; default: none.",
+        help="Keep pages of the cache in this folder, so that a text is not read again after a restart; "
+        "default: none.",
     ),
 ]
 DiskCacheSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="The most that --disk-cache takes, such as 500MB; default: 20GB.")
+    str | None,
+    typer.Option(metavar="SIZE", help="The most that --disk-cache takes, such as 500MB; default: 20GB."),
 ]
 
 KvFormat = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|pmx",
-        help="Store each layer of the cache as `kvant report --tune` measured for the model; or pmx: 4 bits, and keys "
+        help="Store each layer of the cache as `kvant report --tune` measured for the model; or pmx: 4 bits, "
+        "and keys "
         "not rotated.",
     ),
 ]
@@ -118,39 +129,55 @@ LogitBias = Annotated[
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The flags of a command that runs a model, beside those of sampling: for config file and presets, too."""
+    """The flags of a command that runs a model, beside those of sampling: for config file and presets,
+    too.
+    """
 
     # Which model.
     model: Model = POCKET
     preset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", is_eager=True, callback=_use_preset, help="The options of a preset in the config file."
+            metavar="NAME",
+            is_eager=True,
+            callback=_use_preset,
+            help="The options of a preset in the config file.",
         ),
     ] = None
     adapter_path: AdapterPath = None
     # What is said to it, and what ends its answer.
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")] = 256
-    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = None
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")
+    ] = 256
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = (
+        None
+    )
     extra_eos_token: Annotated[
-        list[str] | None, typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable."),
     ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
     ] = False
-    system_prompt: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None
+    system_prompt: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = (
+        None
+    )
     chat_template_config: Annotated[
         str | None,
-        typer.Option(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
+        typer.Option(
+            metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."
+        ),
     ] = None
     # How the cache stores tokens, how many, and how they are read and fed.
     kv_bits: Annotated[
-        int | None, typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization; default: 8.")
+        int | None,
+        typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization; default: 8."),
     ] = None
     kv_group_size: Annotated[
         int | None,
         typer.Option(
-            help="Cached values that share one scale; divides the head dimension; default: 32, or one that does."
+            help="Cached values that share one scale; divides the head dimension; default: 32, or one that "
+            "does."
         ),
     ] = None
     kv_bias_split: Annotated[
@@ -165,7 +192,8 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="TOKENS|auto",
-            help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and the context, "
+            help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and "
+            "the context, "
             "of serve auto.",
         ),
     ] = None
@@ -173,14 +201,16 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="unfused|fused",
-            help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that it works "
+            help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that "
+            "it works "
             "on.",
         ),
     ] = None
     checkpoints: Annotated[
         int | None,
         typer.Option(
-            help="Of a model with windows or states: ends of texts that others, or a retry, go on from, so many at "
+            help="Of a model with windows or states: ends of texts that others, or a retry, go on from, so "
+            "many at "
             "once; default: 2 for each of several sequences, 6 of chat."
         ),
     ] = None
@@ -189,7 +219,8 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="packed|float32",
-            help="How a CPU holds quantized weights: as they are stored, or as float32, which takes more memory and "
+            help="How a CPU holds quantized weights: as they are stored, or as float32, which takes more "
+            "memory and "
             "less time; default: float32 where that leaves half of the memory free.",
         ),
     ] = None
@@ -197,14 +228,16 @@ class RunOptions:
     draft: Annotated[
         Source,
         typer.Option(
-            help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that is "
+            help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that "
+            "is "
             "expected to be faster; the text is the same, but for rounding."
         ),
     ] = "none"
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help="A smaller model with the same tokenizer that drafts tokens, which are verified several a step, where "
+            help="A smaller model with the same tokenizer that drafts tokens, which are verified several a "
+            "step, where "
             "that is expected to be faster; named as --model is.",
             autocompletion=complete_models,
         ),
@@ -215,17 +248,22 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="|".join(PARALLEL),
-            help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: pipeline, "
+            help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: "
+            "pipeline, "
             "or tensor where it alone fits.",
         ),
     ] = None
     wired: Annotated[
         bool,
-        typer.Option("--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later."),
+        typer.Option(
+            "--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later."
+        ),
     ] = False
     raw: Annotated[
         bool,
-        typer.Option("--raw", help="On a terminal, send control characters of the text as they are; it obeys them."),
+        typer.Option(
+            "--raw", help="On a terminal, send control characters of the text as they are; it obeys them."
+        ),
     ] = False
     quiet: Quiet = False
     # Of values that no flag gave: name -> value, and where it comes from, in words.
@@ -241,7 +279,9 @@ class RunOptions:
         check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
         template_variables(self.chat_template_config)
         if self.ignore_eos and self.extra_eos_token:
-            raise BadValueError("--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one")
+            raise BadValueError(
+                "--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one"
+            )
         kv_size(self.max_kv_size)
         check_kernels(self.kernels)
         if self.weights not in (None, "packed", "float32"):
@@ -279,7 +319,8 @@ def flag(name: str) -> str:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags of its parameters that are dataclasses, one a field. It is called with the dataclasses.
+    """Give a command the flags of its parameters that are dataclasses, one a field. It is called with the
+    dataclasses.
 
     A field is annotated as a flag, or has its help in its metadata as those of SamplingOptions.
     """
@@ -288,10 +329,15 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     for parameter in inspect.signature(command).parameters.values():
         group, *without = get_args(parameter.annotation) or [parameter.annotation]
         if is_dataclass(group):
-            groups[parameter.name] = group, [f for f in flags(group) if not without or f.name not in without[0]]
+            groups[parameter.name] = (
+                group,
+                [f for f in flags(group) if not without or f.name not in without[0]],
+            )
             for option in groups[parameter.name][1]:
                 default = None if option.default is MISSING else option.default
-                parameters.append(parameter.replace(name=option.name, default=default, annotation=annotation(option)))
+                parameters.append(
+                    parameter.replace(name=option.name, default=default, annotation=annotation(option))
+                )
         else:
             parameters.append(parameter)
 
@@ -309,7 +355,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             command(context=context, **values)
         except (BadValueError, ArgumentError) as error:
             said = error.worded(flag) if isinstance(error, ArgumentError) else error.message
-            sources = [f"{flag(name)} is from {source}" for name, (_, source) in origins.items() if flag(name) in said]
+            sources = [
+                f"{flag(name)} is from {source}"
+                for name, (_, source) in origins.items()
+                if flag(name) in said
+            ]
             raise BadValueError("; ".join([said, *sources])) from error
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -332,7 +382,9 @@ def choose_model(context: typer.Context, argument: str | None, option: Any) -> A
     if argument is None:
         return option
     if source_of(context, "model") == "COMMANDLINE":
-        raise BadValueError(f"the model is given twice, as the argument {argument!r} and with --model {option}")
+        raise BadValueError(
+            f"the model is given twice, as the argument {argument!r} and with --model {option}"
+        )
     return argument
 
 
@@ -342,7 +394,9 @@ def template_variables(text: str | None) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise BadValueError(f"--chat-template-config is {text[:80]!r}: not JSON: {one_line(error)}") from error
+        raise BadValueError(
+            f"--chat-template-config is {text[:80]!r}: not JSON: {one_line(error)}"
+        ) from error
     if not isinstance(found, dict):
         raise BadValueError(f"--chat-template-config is {text[:80]!r}; expected an object of JSON")
     return found
@@ -406,7 +460,9 @@ def disk_cache(folder: str | None, size: str | None) -> DiskCache | None:
         return None
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(MB|GB|TB)", size or "20GB")
     if found is None or not (count := int(float(found[1]) * SIZES[found[2]])) >= SIZES["MB"]:
-        raise BadValueError(f"--disk-cache-size is {(size or '')[:80]!r}; expected a size such as 500MB or 20GB")
+        raise BadValueError(
+            f"--disk-cache-size is {(size or '')[:80]!r}; expected a size such as 500MB or 20GB"
+        )
     return DiskCache(folder, count)
 
 
@@ -430,14 +486,18 @@ def check_deterministic(run: RunOptions) -> None:
     """Refuse beside --deterministic short chunks, and drafts: a step of more tokens rounds differently."""
     size = run.prefill_step_size
     if size < PAGE_SIZE:
-        raise BadValueError(f"--prefill-step-size is {size}; --deterministic reads prompts in chunks of {PAGE_SIZE}")
+        raise BadValueError(
+            f"--prefill-step-size is {size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
+        )
     for flag, given in (("--draft", run.draft), ("--draft-model", run.draft_model)):
         if given not in (None, "none"):
             raise BadValueError(f"{flag} is {given:.80}; beside --deterministic it is not supported")
 
 
 def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
-    """Refuse kernels, by default of KVANT_KERNELS, that cannot be had here; ``name`` is how the user named them."""
+    """Refuse kernels, by default of KVANT_KERNELS, that cannot be had here; ``name`` is how the user named
+    them.
+    """
     if kernels is None and not os.environ.get(VARIABLE):
         return  # nothing is asked for
     try:

@@ -38,14 +38,18 @@ class Arranged:
         return self.plan.plans[0]
 
     def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
-        """Plan other settings with the model divided as it is: the fullest machine's memory, and that machine."""
+        """Plan other settings with the model divided as it is: the fullest machine's memory, and that
+        machine.
+        """
         assert self.plan is not None
         machines = self.plan.machines
         plans = [
             plan(part, max_kv_size=tokens, settings=settings, device=machine.device)
             for part, machine in zip(self.plan.parts, machines, strict=True)
         ]
-        return max(zip(plans, machines, strict=True), key=lambda one: one[0].total / max(1, one[1].limit_bytes))
+        return max(
+            zip(plans, machines, strict=True), key=lambda one: one[0].total / max(1, one[1].limit_bytes)
+        )
 
     def describe(self, model: LanguageModel) -> str:
         """Say in a line how many ranks there are, and what rank 0 exchanged with them in the last step."""
@@ -65,7 +69,9 @@ def arrange(
     max_kv_size: KvSize,
     machine: Machine,
 ) -> Arranged:
-    """Compare the ranks' models and ``options``, and divide the model by their memory. Every rank calls it."""
+    """Compare the ranks' models and ``options``, and divide the model by their memory. Every rank calls
+    it.
+    """
     guard = ranks.guard()
     assert guard is not None
     adapter = options["adapter_path"]
@@ -76,11 +82,15 @@ def arrange(
     machines = gather_machines(machine)
     if guard.rank:
         told = guard.receive()
-        return Arranged(told["parallel"], [range(*layers) for layers in told["layers"]], *told["bytes"][guard.rank])
+        return Arranged(
+            told["parallel"], [range(*layers) for layers in told["layers"]], *told["bytes"][guard.rank]
+        )
     made = ranks_that_fit(checkpoint, settings, max_kv_size, machines, options["parallel"])
     layers = list(made.layers or ())
     planned = [(each.total, each.arrays, each.scratch) for each in made.plans]
-    guard.tell({"parallel": made.parallel, "layers": [(own.start, own.stop) for own in layers], "bytes": planned})
+    guard.tell(
+        {"parallel": made.parallel, "layers": [(own.start, own.stop) for own in layers], "bytes": planned}
+    )
     return Arranged(made.parallel, layers, *planned[0], made)
 
 
@@ -118,7 +128,9 @@ def loader(arranged: Arranged) -> LoadModel:
 
             part = load_stage(folder, group, arranged.layers[group.rank], progress, adapter)
         elif adapter is not None:
-            raise ModelError(f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
+            raise ModelError(
+                f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's"
+            )
         else:
             from kvant.ranks.bridged_stage import load_bridged_stage
 

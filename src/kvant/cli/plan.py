@@ -63,8 +63,10 @@ def plan(
         str | None,
         typer.Option(
             metavar="SIZE[,SIZE..]",
-            help="Plan for a machine with this much memory, such as 8GB (of 2^30 bytes each, as memory is sold), "
-            "instead of this one; with gpu for a Mac, whose GPU may use about 2/3 of it. Of several machines one size "
+            help="Plan for a machine with this much memory, such as 8GB (of 2^30 bytes each, as memory is "
+            "sold), "
+            "instead of this one; with gpu for a Mac, whose GPU may use about 2/3 of it. Of several machines "
+            "one size "
             "for all, or one for each.",
         ),
     ] = None,
@@ -72,16 +74,20 @@ def plan(
         int | None, typer.Option(help="Plan for so many machines, each like this one or as --memory says.")
     ] = None,
     hostfile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Plan for the machines of MLX's host file, as --ranks does.")
+        str | None,
+        typer.Option(metavar="FILE", help="Plan for the machines of MLX's host file, as --ranks does."),
     ] = None,
     remote: Annotated[
         bool,
         typer.Option(
             "--remote",
-            help="Ask the hub for config.json and the sizes of the files, nothing else: the model need not be pulled.",
+            help="Ask the hub for config.json and the sizes of the files, nothing else: the model need not "
+            "be pulled.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
 ) -> None:
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
     model, draft_model = options.choose_model(context, model_argument, run.model), run.draft_model
@@ -90,7 +96,9 @@ def plan(
     weight_format = _weight_format(weight_bits, weight_group_size)
     kind = options.check_parallel(run.parallel)
     sizes = [] if memory is None else [_size(text) for text in memory.split(",")]
-    running = _running_ranks({"--ranks": ranks, "--hostfile": hostfile, "--memory": memory, "--device": device})
+    running = _running_ranks(
+        {"--ranks": ranks, "--hostfile": hostfile, "--memory": memory, "--device": device}
+    )
     names = [] if hostfile is None else read_hosts(Path(hostfile))
     count = len(running) or _count(ranks, names, sizes, kind)
     machines = running or [_machine(device, size) for size in sizes] or [_machine(device, None)]
@@ -99,7 +107,9 @@ def plan(
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
-    settings = Settings(with_checkpoints(run, checkpoint, sequences), run.prefill_step_size, sequences=sequences)
+    settings = Settings(
+        with_checkpoints(run, checkpoint, sequences), run.prefill_step_size, sequences=sequences
+    )
     if draft_model is not None:
         if count is not None:
             raise BadValueError(
@@ -110,9 +120,15 @@ def plan(
         if run.weights == "float32":
             raise BadValueError("--weights is 'float32'; on several ranks weights stay as they are stored")
         machines *= count if len(machines) == 1 else 1
-        note = "" if sizes or running else "all machines are taken to be like this one; --memory says what they have"
+        note = (
+            ""
+            if sizes or running
+            else "all machines are taken to be like this one; --memory says what they have"
+        )
         made = ranks_for(checkpoint, settings, reserved, machines, kind)
-        of_ranks = {kind: _longest_of_ranks(checkpoint, settings, machines, kind) for kind in options.PARALLEL}
+        of_ranks = {
+            kind: _longest_of_ranks(checkpoint, settings, machines, kind) for kind in options.PARALLEL
+        }
         record, fits = ranks_record(model, checkpoint, made, of_ranks, names), made.fits
         lines = ranks_lines(model, checkpoint, made, of_ranks, names, note)
     else:
@@ -120,7 +136,10 @@ def plan(
         checkpoint, settings = with_weights(run.weights, checkpoint, settings, reserved, machine)
         alone = plan_for(checkpoint, settings, reserved, machine)
         longest = longest_by_bits(settings, lambda chosen: longest_context(checkpoint, machine, chosen))
-        record, fits = plan_record(model, checkpoint, alone, machine, longest), alone.total <= machine.limit_bytes
+        record, fits = (
+            plan_record(model, checkpoint, alone, machine, longest),
+            alone.total <= machine.limit_bytes,
+        )
         record |= {} if draft_model is None else {"draft_model": draft_model}
         lines = plan_lines(model, checkpoint, alone, machine, longest)
     terminal.show(record, lines, as_json=as_json)
@@ -133,7 +152,9 @@ def _longest_of_ranks(
 ) -> dict[int, LongestContext] | str:
     """The longest context by bits; or why the model cannot be divided so."""
     try:
-        return longest_by_bits(settings, lambda own: RankPlanner(checkpoint, machines, parallel, own).longest())
+        return longest_by_bits(
+            settings, lambda own: RankPlanner(checkpoint, machines, parallel, own).longest()
+        )
     except ModelError as error:
         return str(error)
 
@@ -154,7 +175,9 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
     """What weights are to be planned as converted to; None: as they are."""
     if bits is None:
         if group_size is not None:
-            raise BadValueError(f"--weight-group-size is {group_size}, but without --weight-bits nothing is converted")
+            raise BadValueError(
+                f"--weight-group-size is {group_size}, but without --weight-bits nothing is converted"
+            )
         return None
     try:
         if bits == 0:
@@ -164,7 +187,9 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
         raise BadValueError(error.worded(lambda name: options.flag(f"weight_{name}"))) from error
 
 
-def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None) -> int | None:
+def _count(
+    ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None
+) -> int | None:
     """The number of machines; None: of one machine nothing was said."""
     if ranks is not None and names:
         raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
@@ -178,7 +203,9 @@ def _count(ranks: int | None, names: Sequence[str], sizes: Sequence[int], parall
             raise BadValueError(f"--parallel {parallel} divides a model among ranks; --ranks says how many")
         return None
     if len(sizes) not in (0, 1, count):
-        raise BadValueError(f"--memory has {len(sizes)} sizes for {count} machines; expected one, or one for each")
+        raise BadValueError(
+            f"--memory has {len(sizes)} sizes for {count} machines; expected one, or one for each"
+        )
     return count
 
 
@@ -191,7 +218,9 @@ def _machine(device: str | None, memory: int | None) -> Machine:
     try:
         return this_machine(chosen)
     except ValueError as error:
-        raise BadValueError(f"--device gpu: {error}; --memory says how much the machine in mind has") from error
+        raise BadValueError(
+            f"--device gpu: {error}; --memory says how much the machine in mind has"
+        ) from error
 
 
 def _size(text: str) -> int:
@@ -204,7 +233,9 @@ def _size(text: str) -> int:
 
 
 def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
-    """What is known of a model: of a folder, of what the hub says, or of a listed name that was not pulled."""
+    """What is known of a model: of a folder, of what the hub says, or of a listed name that was not
+    pulled.
+    """
     from kvant import weights
     from kvant.weights.known import packaged_models
 
@@ -212,7 +243,9 @@ def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
         if model == POCKET:
             raise BadValueError(f"--remote asks the hub, and '{POCKET}' is embedded in kvant")
         if model in packaged_models():
-            raise BadValueError(f"--remote asks the hub, and {model} comes in a Python package; leave --remote out")
+            raise BadValueError(
+                f"--remote asks the hub, and {model} comes in a Python package; leave --remote out"
+            )
         from kvant.cli.pull import check_name
 
         check_name(model)

@@ -46,7 +46,11 @@ def ranks_record(
         record: dict[str, Any] = {"rank": rank} | ({"host": names[rank]} if names else {})
         if made.layers is not None:
             record["layers"] = [made.layers[rank].start, made.layers[rank].stop]
-        record |= {"bytes": as_record(own), "machine": asdict(machine), "fits": own.total <= machine.limit_bytes}
+        record |= {
+            "bytes": as_record(own),
+            "machine": asdict(machine),
+            "fits": own.total <= machine.limit_bytes,
+        }
         ranks.append(record | {"longest_context": found.tokens})
     return {
         **_common(model, checkpoint, made.plans[0]),
@@ -69,7 +73,11 @@ def plan_lines(
     if settings.draft_model is not None:
         drafted = min(drafted, settings.draft_model.checkpoint.config.max_position_embeddings or drafted)
     rows = [
-        ("weights", made.weights, _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made)),
+        (
+            "weights",
+            made.weights,
+            _describe_weights(checkpoint, machine) + _describe_experts(checkpoint, made),
+        ),
         ("cache", made.cache, _describe_cache(made, settings.cache.kv_bits or floats)),
         ("state", made.state, "of linear layers, allocated at the first prefill"),
         ("draft weights", made.draft_weights, ""),
@@ -93,12 +101,19 @@ def plan_lines(
         yield f"does not fit: {format_bytes(-spare)} too much; {what_fits(made, longest)}"
     yield f"longest context that fits{_each(made)}:"
     for bits, found in longest.items():
-        ended = {"memory": "", "the model's context": ", the model's own"}.get(found.ended_by, f", {found.ended_by}")
+        ended = {"memory": "", "the model's context": ", the model's own"}.get(
+            found.ended_by, f", {found.ended_by}"
+        )
         yield f"  {bits or floats:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}"
 
 
 def ranks_lines(
-    model: str, checkpoint: AnyCheckpoint, made: RankPlan, longest: LongestOfRanks, names: Sequence[str], note: str
+    model: str,
+    checkpoint: AnyCheckpoint,
+    made: RankPlan,
+    longest: LongestOfRanks,
+    names: Sequence[str],
+    note: str,
 ) -> Iterator[str]:
     """A plan of several machines for people; ``note``: on them."""
     first, machine, floats = made.plans[0], made.machines[0], _float_bits(checkpoint, made.machines[0])
@@ -118,7 +133,9 @@ def ranks_lines(
         yield f"does not fit: {format_bytes(-spare)} too much on rank {rank}; {ways}"
     yield f"longest context that fits{_each(first)}:"
     heading = ["", *(f"{bits or floats} bits" for bits in next(iter(divided.values())))]
-    rows = [[f"  {kind}", *(f"{one.tokens or 'none'}" for one in each.values())] for kind, each in divided.items()]
+    rows = [
+        [f"  {kind}", *(f"{one.tokens or 'none'}" for one in each.values())] for kind, each in divided.items()
+    ]
     yield _aligned([heading, *rows])
     yield from (f"  {kind}: {each}" for kind, each in longest.items() if isinstance(each, str))
 
@@ -139,7 +156,9 @@ def _columns(made: RankPlan, names: Sequence[str]) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], *, last_left: bool = False) -> str:
-    """Lines of cells, each as wide as its column; the first column, and the last if asked, begin at their left."""
+    """Lines of cells, each as wide as its column; the first column, and the last if asked, begin at their
+    left.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = {0, len(widths) - 1} if last_left else {0}
     lines = (
@@ -154,7 +173,12 @@ def _aligned(rows: Sequence[Sequence[str]], *, last_left: bool = False) -> str:
 
 def _common(model: str, checkpoint: AnyCheckpoint, made: MemoryPlan) -> dict[str, Any]:
     context = checkpoint.config.max_position_embeddings
-    return {"model": model, "context": context, "max_kv_size": made.max_kv_size, **settings_record(made.settings)}
+    return {
+        "model": model,
+        "context": context,
+        "max_kv_size": made.max_kv_size,
+        **settings_record(made.settings),
+    }
 
 
 def _by_bits(longest: Longest, float_bits: int) -> list[dict[str, Any]]:
@@ -195,7 +219,9 @@ def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:
 def _describe_cache(made: MemoryPlan, bits: int) -> str:
     cache = made.settings.cache
     kept = (
-        f" in groups of {cache.kv_group_size}" if cache.kv_bits and cache.kv_group_size and not cache.kv_format else ""
+        f" in groups of {cache.kv_group_size}"
+        if cache.kv_bits and cache.kv_group_size and not cache.kv_format
+        else ""
     )
     kept += f" and {cache.checkpoints} checkpoints" if cache.checkpoints else ""
     if (count := made.settings.sequences) is None:

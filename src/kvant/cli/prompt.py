@@ -14,16 +14,24 @@ MAX_BYTES = 256 * 1024 * 1024  # of prompts, piped or in a file
 WAIT_S = 1.0  # for piped text, until it is said that something waits
 
 
-def split_arguments(words: Sequence[str], option: str | None, flag: str = "--prompt") -> tuple[str | None, str | None]:
-    """The arguments as (model, prompt): one is the prompt, or the model beside ``flag``, whose value is ``option``."""
+def split_arguments(
+    words: Sequence[str], option: str | None, flag: str = "--prompt"
+) -> tuple[str | None, str | None]:
+    """The arguments as (model, prompt): one is the prompt, or the model beside ``flag``, whose value is
+    ``option``.
+    """
     if len(words) > 2:
-        raise BadValueError(f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes")
+        raise BadValueError(
+            f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes"
+        )
     if option is not None:
         if len(words) == 2:
             raise BadValueError(f"the prompt is given twice, as an argument and with {flag}")
         return (words[0] if words else None), None
     if len(words) == 1 and is_a_models_name(words[0]):
-        raise BadValueError(f"{words[0]!r} is a model's name, and there is no prompt; one can be that with --prompt")
+        raise BadValueError(
+            f"{words[0]!r} is a model's name, and there is no prompt; one can be that with --prompt"
+        )
     return (words[0] if len(words) == 2 else None), (words[-1] if words else None)
 
 
@@ -57,7 +65,9 @@ def read_prompt(argument: str | None, option: str | None) -> str:
         piped = _piped_text().rstrip("\r\n") if whose else ""
         parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
         if not parts:
-            raise BadValueError("no prompt; give it as an argument, with --prompt, or pipe it into standard input")
+            raise BadValueError(
+                "no prompt; give it as an argument, with --prompt, or pipe it into standard input"
+            )
         prompt = "\n\n".join(parts)
     if not prompt.strip():
         raise PromptError("the prompt is empty")
@@ -67,7 +77,9 @@ def read_prompt(argument: str | None, option: str | None) -> str:
 def standard_input() -> bytes:
     """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
     if not ranks.reads_input():
-        raise BadValueError("standard input reaches no rank; expected the prompt as an argument or with --prompt")
+        raise BadValueError(
+            "standard input reaches no rank; expected the prompt as an argument or with --prompt"
+        )
     line = "waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"
     timer = threading.Timer(WAIT_S, say, [line])
     timer.daemon = True

@@ -24,7 +24,9 @@ def check(path: str | None) -> None:
 
 
 def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool) -> list[int]:
-    """Load the file, if there is one, and keep what a prompt begins with. Returns the ids to be fed: at least one."""
+    """Load the file, if there is one, and keep what a prompt begins with. Returns the ids to be fed: at
+    least one.
+    """
     if path is None or not Path(path).exists():
         return list(ids)
     if KEY in read_header(Path(path)).metadata:
@@ -41,8 +43,12 @@ def tokens_in(path: str | None) -> int:
 
 
 @contextmanager
-def kept(path: str | None, conversation: Conversation, system_prompt: str | None, *, quiet: bool) -> Iterator[None]:
-    """Load a conversation before the block, if the file is there, and save it after, however the block ends."""
+def kept(
+    path: str | None, conversation: Conversation, system_prompt: str | None, *, quiet: bool
+) -> Iterator[None]:
+    """Load a conversation before the block, if the file is there, and save it after, however the block
+    ends.
+    """
     if path is None:
         yield
         return
@@ -67,7 +73,12 @@ def _save(conversation: Conversation, path: str) -> None:
             raise
         problem = str(error)
         while problem:
-            print(f"{problem}\nsave the conversation where? (nothing: nowhere) ", end="", file=sys.stderr, flush=True)
+            print(
+                f"{problem}\nsave the conversation where? (nothing: nowhere) ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
             path = os.path.expanduser(sys.stdin.readline().strip())
             if not path:
                 raise

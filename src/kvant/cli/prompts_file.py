@@ -1,4 +1,6 @@
-"""``--prompts-file``: a prompt a line, each an object of JSON. Every line is checked before a model is loaded."""
+"""``--prompts-file``: a prompt a line, each an object of JSON. Every line is checked before a model is
+loaded.
+"""
 
 import json
 import re
@@ -20,15 +22,21 @@ MESSAGE_KEYS = ("role", "content", "reasoning_content")
 # By key: whether its value is right, and what is expected.
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "prompt": (lambda text: isinstance(text, str) and bool(text.strip()), "text that is not empty"),
-    "messages": (lambda found: isinstance(found, list) and bool(found), "a list of objects with role and content"),
+    "messages": (
+        lambda found: isinstance(found, list) and bool(found),
+        "a list of objects with role and content",
+    ),
     "id": (lambda name: type(name) in (str, int), "text or a whole number"),
     "max_tokens": (lambda count: type(count) is int and count >= 1, "a whole number, at least 1"),
     "stop": (
-        lambda found: found != "" and isinstance(found, str | list) and all(isinstance(s, str) and s for s in found),
+        lambda found: (
+            found != "" and isinstance(found, str | list) and all(isinstance(s, str) and s for s in found)
+        ),
         "text or a list of texts, none empty",
     ),
 }
-_TOKEN = re.compile("0|[1-9][0-9]{0,17}")  # one way to write each: two entries for a token are never taken for one
+# one way to write each: two entries for a token are never taken for one
+_TOKEN = re.compile("0|[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,9 @@ class Line:
 
 
 def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
-    """All prompts of a file, in order; ``-`` is standard input. Lines with nothing but white space do not count."""
+    """All prompts of a file, in order; ``-`` is standard input. Lines with nothing but white space do not
+    count.
+    """
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
     name = "standard input" if path == "-" else path
@@ -60,13 +70,19 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
         try:
             line = _read_line(raw, where, number, sampling)
         except (ValueError, RecursionError) as error:
-            raise BadValueError(f"{where}: {error if isinstance(error, ArgumentError) else one_line(error)}") from error
+            raise BadValueError(
+                f"{where}: {error if isinstance(error, ArgumentError) else one_line(error)}"
+            ) from error
         if line.id in seen:
-            raise BadValueError(f"{where}: id is {shown(line.id)}, as that of {seen[line.id]}; expected one a line")
+            raise BadValueError(
+                f"{where}: id is {shown(line.id)}, as that of {seen[line.id]}; expected one a line"
+            )
         seen[line.id] = f"line {number}"
         found.append(line)
     if not found:
-        raise BadValueError(f'{name}: it has no prompt; expected an object of JSON a line, such as {{"prompt": "Hi!"}}')
+        raise BadValueError(
+            f'{name}: it has no prompt; expected an object of JSON a line, such as {{"prompt": "Hi!"}}'
+        )
     return found
 
 
@@ -112,7 +128,9 @@ def _check(is_right: bool, name: str, value: Any, expected: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # JSON can name half of a surrogate pair
-        raise ValueError(f"{name} is {shown(value)}; expected Unicode, without half of a surrogate pair") from None
+        raise ValueError(
+            f"{name} is {shown(value)}; expected Unicode, without half of a surrogate pair"
+        ) from None
 
 
 def _check_messages(messages: Sequence[Any]) -> None:
@@ -132,7 +150,8 @@ def _sampling(flags: SamplingOptions, own: Mapping[str, Any]) -> SamplingOptions
     chosen = dict(own)
     for key, value in own.items():
         if key in OPTIONS and isinstance(value, int) and OPTIONS[key].type in (float, float | None):
-            chosen[key] = value if isinstance(value, bool) else _number(key, value)  # bools are refused by their option
+            # bools are refused by their option
+            chosen[key] = value if isinstance(value, bool) else _number(key, value)
     if "logit_bias" in own:
         chosen["logit_bias"] = _biases(own["logit_bias"])
     values = {option.name: getattr(flags, option.name) for option in fields(flags)} | chosen
@@ -148,7 +167,9 @@ def _biases(value: Any) -> Mapping[int, float]:
     found = {}
     for token, bias in value.items():
         if not _TOKEN.fullmatch(token) or isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise ValueError(f"logit_bias has {shown(bias)} for {shown(token)}; expected a number for a token's id")
+            raise ValueError(
+                f"logit_bias has {shown(bias)} for {shown(token)}; expected a number for a token's id"
+            )
         found[int(token)] = _number("logit_bias", bias)
     return found
 

@@ -21,23 +21,28 @@ def pull(
     *,
     model: options.Pulled = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Move to where the branch is now; without it the first commit stays.")
+        bool,
+        typer.Option("--update", help="Move to where the branch is now; without it the first commit stays."),
     ] = False,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Download nothing; compute the digests of MODEL, or of all that was pulled."),
+        typer.Option(
+            "--verify", help="Download nothing; compute the digests of MODEL, or of all that was pulled."
+        ),
     ] = False,
 ) -> None:
     """Download a model and verify it; its folder to standard output.
 
-    Weights as safetensors, JSON, tokenizers and templates only, into huggingface_hub's cache, shared with mlx-lm.
-    A repository without a name is pinned to the commit it resolves to.
+    Weights as safetensors, JSON, tokenizers and templates only, into huggingface_hub's cache, shared with
+    mlx-lm. A repository without a name is pinned to the commit it resolves to.
     """
     model = options.choose_model(context, model_argument, model)
     if verify and update:
         raise BadValueError("--verify downloads nothing, --update does")
     if model is None and not verify:
-        raise BadValueError("no model; `kvant models` lists names; owner/repository[@revision] is any other of the hub")
+        raise BadValueError(
+            "no model; `kvant models` lists names; owner/repository[@revision] is any other of the hub"
+        )
     if model == POCKET:
         raise WeightsError(f"'{POCKET}' is embedded in kvant; there is nothing to pull")
     packaged = packaged_models().get(model or "")

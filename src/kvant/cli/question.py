@@ -1,4 +1,6 @@
-"""A question in tokens: what ``kvant generate`` answers, whether it came as an argument or on a line of a file."""
+"""A question in tokens: what ``kvant generate`` answers, whether it came as an argument or on a line of a
+file.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +25,9 @@ class Question:
     stop: Sequence[str]
 
     def sampler_of(self, number: int) -> Sampler:
-        """The sampler of the run's answer ``number``: each has the next seed, but a line with a seed of its own."""
+        """The sampler of the run's answer ``number``: each has the next seed, but a line with a seed of
+        its own.
+        """
         return self.sampler if self.line.has_seed else for_answer(self.sampler, number)
 
 
@@ -39,18 +43,24 @@ def prepare(
         if plain:
             ids = encode_prompt(session.tokenizer, str(line.prompt), session.model.config.vocab_size)
         else:
-            asked = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
+            asked = (
+                [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
+            )
             ids = _chat_ids(session, asked, run.system_prompt, begun)
         sampler, processors = session.sampling(line.sampling, drawn)
     stop = (run.stop or ()) if line.stop is None else line.stop
     return Question(line, ids, sampler, tuple(processors), line.max_tokens or run.max_tokens, stop)
 
 
-def _chat_ids(session: Session, messages: Sequence[Message], system_prompt: str | None, begun: str | None) -> list[int]:
+def _chat_ids(
+    session: Session, messages: Sequence[Message], system_prompt: str | None, begun: str | None
+) -> list[int]:
     """Messages through the chat template, up to where the answer begins, or with what it has ``begun``."""
     tokenizer, variables = session.tokenizer, session.template_variables
     if not tokenizer.has_chat_template:
-        raise PromptError("the model has no chat template; --ignore-chat-template continues the prompt as it is")
+        raise PromptError(
+            "the model has no chat template; --ignore-chat-template continues the prompt as it is"
+        )
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if begun is None:

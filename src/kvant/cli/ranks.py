@@ -1,4 +1,6 @@
-"""A command that a launcher started on several machines: one process each, a rank. Rank 0 alone reads and prints."""
+"""A command that a launcher started on several machines: one process each, a rank. Rank 0 alone reads and
+prints.
+"""
 
 import os
 import signal
@@ -36,7 +38,8 @@ def begin(arguments: Sequence[str]) -> None:
         return
     if place.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for the rest of the process
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; rank 0 knows what it means
+        # a terminal's Ctrl-C reaches all; rank 0 knows what it means
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     command = arguments[0] if arguments else ""
     if not command or any(text in ("--help", "-h", "--version") for text in arguments):
         return
@@ -50,7 +53,9 @@ def begin(arguments: Sequence[str]) -> None:
     launcher = os.environ.get(LAUNCHER, "")
     facts = {name: version(name) for name in PACKAGES} | {"the command": command}
     _place = place
-    _guard = Guard.join(place, facts, launcher=int(launcher) if launcher.isdecimal() and len(launcher) < 10 else None)
+    _guard = Guard.join(
+        place, facts, launcher=int(launcher) if launcher.isdecimal() and len(launcher) < 10 else None
+    )
     interrupts.at_deadline(lambda: end(EXIT_INTERRUPTED))
 
 
@@ -58,7 +63,8 @@ def end(code: int, why: str = "") -> None:
     """Tell the other ranks that this one ends with an exit code, and for what reason."""
     if _guard is not None:
         if _guard.rank and why:
-            time.sleep(SAME_ERROR_S)  # rank 0 has the same error, as a rule: it says so, and this process ends here
+            # rank 0 has the same error, as a rule: it says so, and this process ends here
+            time.sleep(SAME_ERROR_S)
         _guard.end(code, why)
 
 
@@ -83,7 +89,9 @@ def connect() -> "Ranks":
 
 
 def reads_input() -> bool:
-    """Say whether standard input is this command's: mlx.launch copies its own to all ranks and never closes it."""
+    """Say whether standard input is this command's: mlx.launch copies its own to all ranks and never
+    closes it.
+    """
     return RANK not in os.environ and _place is None
 
 
@@ -95,11 +103,16 @@ def wait_for_first() -> None:
 
 
 def refuse(draft_model: str | None, **files: object) -> None:
-    """Refuse on several ranks what needs the whole cache, in ``files`` by the flags' names, or a second model."""
+    """Refuse on several ranks what needs the whole cache, in ``files`` by the flags' names, or a second
+    model.
+    """
     for name, given in files.items():
         if _guard is not None and given:
             raise BadValueError(
-                f"--{name.replace('_', '-')} is given; the cache is divided over {_guard.size} ranks and is in no file"
+                f"--{name.replace('_', '-')} is given; the cache is divided over {_guard.size} ranks and is "
+                f"in no file"
             )
     if _guard is not None and draft_model is not None:
-        raise BadValueError(f"--draft-model is {draft_model!r:.80}; over {_guard.size} ranks expected --draft prompt")
+        raise BadValueError(
+            f"--draft-model is {draft_model!r:.80}; over {_guard.size} ranks expected --draft prompt"
+        )

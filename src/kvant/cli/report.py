@@ -33,31 +33,37 @@ def report(
         str | None,
         typer.Option(
             metavar="F,F...",
-            help="Cache formats: bits, g, group, :nosplit for biases in the cache, :pmx for keys that are not rotated, "
-            "such as 8g32,4g64:nosplit,4g32:pmx; 0 is the reference; default: 8 and 4 bits in groups of 32 and 64, "
+            help="Cache formats: bits, g, group, :nosplit for biases in the cache, :pmx for keys that are "
+            "not rotated, "
+            "such as 8g32,4g64:nosplit,4g32:pmx; 0 is the reference; default: 8 and 4 bits in groups of 32 "
+            "and 64, "
             "with and without the bias split.",
         ),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A UTF-8 text; default: built-in conversations; for pocket also recall questions."
+            metavar="FILE",
+            help="A UTF-8 text; default: built-in conversations; for pocket also recall questions.",
         ),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
-            help="At most so many tokens of text, and of pocket's recall questions; default: 4096, with --tune 8192."
+            help="At most so many tokens of text, and of pocket's recall questions; default: 4096, with "
+            "--tune 8192."
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib.")
+        Path | None,
+        typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib."),
     ] = None,
     reference: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare with the predictions that `llama-perplexity --kl-divergence-base FILE` wrote, on its tokens.",
+            help="Compare with the predictions that `llama-perplexity --kl-divergence-base FILE` wrote, on "
+            "its tokens.",
         ),
     ] = None,
     kv_format: options.KvFormat = None,
@@ -65,14 +71,19 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Choose what keys go through, and bits by layer, of keys and of values, on one half of the text; "
+            help="Choose what keys go through, and bits by layer, of keys and of values, on one half of the "
+            "text; "
             "measure the choice on the other; write FILE for --kv-format.",
         ),
     ] = None,
-    kv_bits: Annotated[int | None, typer.Option(help="With --tune: bits of what gets no more; default: 4.")] = None,
+    kv_bits: Annotated[
+        int | None, typer.Option(help="With --tune: bits of what gets no more; default: 4.")
+    ] = None,
     max_kld: Annotated[
         float | None,
-        typer.Option(help="With --tune: layers get 8 bits until the mean KLD is at most this; default: 0.005."),
+        typer.Option(
+            help="With --tune: layers get 8 bits until the mean KLD is at most this; default: 0.005."
+        ),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -85,14 +96,18 @@ def report(
     samples: Annotated[
         int | None, typer.Option(help="With --tasks: so many of each kind and length; default: 10.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="With --tasks: the same seed makes the same; default: 0.")] = None,
-    json_object: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="With --tasks: the same seed makes the same; default: 0.")
+    ] = None,
+    json_object: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
     """Measure the quality of cache formats against a cache that is not quantized.
 
-    Perplexity, KLD, agreement, each layer's attention error, bytes and time a token; the text is fed through every
-    cache as generation reads it.
+    Perplexity, KLD, agreement, each layer's attention error, bytes and time a token; the text is fed through
+    every cache as generation reads it.
     """
     model = options.choose_model(context, model_argument, model)
     if tokens is None:
@@ -110,7 +125,9 @@ def report(
     options.check_counts(samples=samples)
     lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
     if reference is not None and (text is not None or tune is not None):
-        raise BadValueError(f"--reference {reference} has its own text; leave out {'--text' if text else '--tune'}")
+        raise BadValueError(
+            f"--reference {reference} has its own text; leave out {'--text' if text else '--tune'}"
+        )
 
     from kvant.tools.drawing import check_plot_path
     from kvant.tools.report.formats import (
@@ -153,19 +170,25 @@ def report(
     most = tokens if tune is None else tokens // PIECES
     length = most if limit is None else min(most, limit - timing_room(decoder))
     if length < 2:
-        raise KvantError(f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}")
+        raise KvantError(
+            f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}"
+        )
     if max(lengths, default=0) > (limit or math.inf):
         raise BadValueError(f"--tasks has {max(lengths)}; the model's context is {limit} tokens")
     drawn = []
     if lengths:
         with options.named("--tasks"):
-            drawn = make_samples(tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED)
+            drawn = make_samples(
+                tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED
+            )
     others = None
     if reference is not None:
         others = read_reference(reference, config.vocab_size, _first_token(tokenizer))
         read = replace(others.text, pieces=others.text.pieces[: max(1, tokens // len(others.text.pieces[0]))])
         if len(read.pieces[0]) > (limit or math.inf):
-            raise KvantError(f"{reference} has pieces of {len(read.pieces[0])} tokens; the model's context is {limit}")
+            raise KvantError(
+                f"{reference} has pieces of {len(read.pieces[0])} tokens; the model's context is {limit}"
+            )
     elif text is None:
         read = built_in_text(tokenizer, length, tokens)
     else:
@@ -182,7 +205,10 @@ def report(
                 decoder, chooses, kv_bits=bits, kv_group_size=group, max_kld=kld, progress=progress.update
             )
         chosen.write(tune)
-        wanted = [CacheFormat.of(kv_format=tune), *(CacheFormat(own, group) for own in sorted({bits, *DEFAULT_BITS}))]
+        wanted = [
+            CacheFormat.of(kv_format=tune),
+            *(CacheFormat(own, group) for own in sorted({bits, *DEFAULT_BITS})),
+        ]
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
         found = measure(name, decoder, read, wanted, recall=recall, others=others, progress=progress.update)
@@ -209,15 +235,25 @@ def _tasks_table(rows: list[dict[str, Any]]) -> Any:
     """Scores by task and length; at last the share of the full cache's answers."""
     names = [own["format"].replace(":nosplit", "\n:no-\nsplit") for own in rows[0]["formats"]]
     cells = [
-        [row["kind"], str(row["tokens"]), *(f"{own['score_percent']:.1f}" for own in row["formats"])] for row in rows
+        [row["kind"], str(row["tokens"]), *(f"{own['score_percent']:.1f}" for own in row["formats"])]
+        for row in rows
     ]
     same = [
-        sum(own["same_answers"] for own in column) for column in zip(*(row["formats"] for row in rows), strict=True)
+        sum(own["same_answers"] for own in column)
+        for column in zip(*(row["formats"] for row in rows), strict=True)
     ]
     each = rows[0]["samples"]
     cells.append(["same answer", "", *(f"{100 * count / (each * len(rows)):.1f}" for count in same)])
-    caption = f"Percent of the strings that {each} answers should have; at last of answers that are the full cache's."
-    shown: dict[str, Any] = {"title": "Tasks", "title_justify": "left", "caption": caption, "caption_justify": "left"}
+    caption = (
+        f"Percent of the strings that {each} answers should have; "
+        "at last of answers that are the full cache's."
+    )
+    shown: dict[str, Any] = {
+        "title": "Tasks",
+        "title_justify": "left",
+        "caption": caption,
+        "caption_justify": "left",
+    }
     return terminal.table(["task", "tokens", *names], cells, right=["tokens", *names], padding=0, **shown)
 
 

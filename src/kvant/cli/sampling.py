@@ -1,4 +1,6 @@
-"""Sampling as a command does it: the flags, the model's own options under them, and a line that says what is used."""
+"""Sampling as a command does it: the flags, the model's own options under them, and a line that says what
+is used.
+"""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +16,9 @@ NAMES = {"temp": "temperature", "top_p": "top-p", "min_p": "min-p", "top_k": "to
 
 def model_sampling(folder: Path, given: SamplingOptions, vocab_size: int | None = None) -> dict[str, float]:
     """The model's own options of sampling, but for those that are given; see :func:`read_model_sampling`."""
-    return read_model_sampling(folder, [name for name in NEUTRAL if getattr(given, name) is not None], vocab_size)
+    return read_model_sampling(
+        folder, [name for name in NEUTRAL if getattr(given, name) is not None], vocab_size
+    )
 
 
 def drawn_seed() -> int:
@@ -22,8 +26,12 @@ def drawn_seed() -> int:
     return int.from_bytes(os.urandom(4))
 
 
-def in_force(given: SamplingOptions, of_the_model: Mapping[str, float], origins: Mapping[str, Any]) -> SamplingOptions:
-    """The options with the model's under them; a size of the config file's without a penalty counts for nothing."""
+def in_force(
+    given: SamplingOptions, of_the_model: Mapping[str, float], origins: Mapping[str, Any]
+) -> SamplingOptions:
+    """The options with the model's under them; a size of the config file's without a penalty counts for
+    nothing.
+    """
     penalty = of_the_model.get("repetition_penalty", 1.0)
     if given.repetition_penalty is None and penalty == 1.0 and "repetition_context_size" in origins:
         given = replace(given, repetition_context_size=None)
@@ -36,7 +44,9 @@ def describe_sampling(
     of_the_model: Mapping[str, float],
     origins: Mapping[str, tuple[Any, str]],
 ) -> str:
-    """The options in force in a line: those that change something, and the temperature, each with its source."""
+    """The options in force in a line: those that change something, and the temperature, each with its
+    source.
+    """
     shown: list[tuple[str, str]] = []
     for option in fields(used):
         name, value = option.name, getattr(used, option.name)

@@ -1,4 +1,6 @@
-"""``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
+"""``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients
+speak.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +22,8 @@ from kvant.tools.plan.memory import as_record
 
 MAX_KEY = 1000  # characters
 MAX_KEYS_BYTES = 1 << 20
-REQUEST_BYTES = 150_000_000  # of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
+# of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
+REQUEST_BYTES = 150_000_000
 
 # What a request says, or what has no use without a text to print.
 NOT_OF_A_SERVER = Without(
@@ -36,39 +39,52 @@ def serve(
     run: Annotated[RunOptions, NOT_OF_A_SERVER],
     alias: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Another name that clients may give the model, or a pattern; repeatable."),
+        typer.Option(
+            metavar="NAME", help="Another name that clients may give the model, or a pattern; repeatable."
+        ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file.")
+        str,
+        typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file."),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0: any that is free.")] = 8080,
     sequences: Annotated[int, typer.Option(help="So many answers at once; further requests wait.")] = 4,
-    max_queue: Annotated[int, typer.Option(help="So many requests may wait; further ones are answered with 429.")] = 64,
+    max_queue: Annotated[
+        int, typer.Option(help="So many requests may wait; further ones are answered with 429.")
+    ] = 64,
     strict: Annotated[
         bool,
         typer.Option(
-            "--strict", help="Refuse a field that is not known or cannot be heeded. Else it is left out, and said."
+            "--strict",
+            help="Refuse a field that is not known or cannot be heeded. Else it is left out, and said.",
         ),
     ] = False,
     deterministic: options.Deterministic = False,
     disk_cache: options.DiskCacheFolder = None,
     disk_cache_size: options.DiskCacheSize = None,
     api_key_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do.")
+        str | None,
+        typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do."),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Let web pages of this origin use the server; repeatable; default: none."),
+        typer.Option(
+            metavar="ORIGIN", help="Let web pages of this origin use the server; repeatable; default: none."
+        ),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat page."""
+    """Serve a model over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat
+    page.
+    """
     try:
         from kvant.server.run import bind
         from kvant.server.run import serve as serve_until_signalled
         from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
     except ImportError as error:
-        raise KvantError(f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}") from error
+        raise KvantError(
+            f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}"
+        ) from error
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:
@@ -149,16 +165,23 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     for number, key in enumerate(keys, 1):
         if len(key) > MAX_KEY or not all(0x21 <= byte <= 0x7E for byte in key):
             raise BadValueError(
-                f"--api-key-file: line {number} is no key; expected up to {MAX_KEY} characters of ASCII without spaces"
+                f"--api-key-file: line {number} is no key; expected up to {MAX_KEY} characters of ASCII "
+                f"without spaces"
             )
     return tuple(dict.fromkeys(key.decode("ascii") for key in keys if key))
 
 
 def describe_plan(planned: MemoryPlan, beside: int) -> str:
     """The memory of a server in a line; ``beside`` is for requests, and what is on the way to a disk."""
-    parts = {"weights": planned.weights, "cache": planned.cache, "state": planned.state, "scratch": planned.scratch}
+    parts = {
+        "weights": planned.weights,
+        "cache": planned.cache,
+        "state": planned.state,
+        "scratch": planned.scratch,
+    }
     parts |= {"draft weights": planned.draft_weights, "draft cache": planned.draft_cache}
-    parts |= {"process": planned.process, "requests": beside if planned.process else 0}  # neither is a GPU's memory
+    # neither is a GPU's memory
+    parts |= {"process": planned.process, "requests": beside if planned.process else 0}
     total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     return f"{format_bytes(total)} planned at most: {listed}"

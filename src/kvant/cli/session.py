@@ -38,7 +38,15 @@ from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.prompt import check_variables
 from kvant.text.tokenizer import Tokenizer
-from kvant.tools.plan import AnyCheckpoint, Checkpoint, DraftModel, MemoryPlan, Settings, read_folder, split_pairs
+from kvant.tools.plan import (
+    AnyCheckpoint,
+    Checkpoint,
+    DraftModel,
+    MemoryPlan,
+    Settings,
+    read_folder,
+    split_pairs,
+)
 
 WIRING_MACOS = 15  # the first in which MLX's limit has an effect (its metal/resident.cpp)
 
@@ -68,20 +76,30 @@ class Session:
     cache: ModelCache = field(init=False, repr=False)  # reserved by open_session()
 
     def plan(self, max_kv_size: KvSize) -> MemoryPlan:
-        """The memory of a run, with what only the weights say: how much of their biases stays out of the cache."""
+        """The memory of a run, with what only the weights say: how much of their biases stays out of the
+        cache.
+        """
         if self.arranged is not None:
             return self.arranged.own
-        return plan_that_fits(self.checkpoint, self.settings, max_kv_size, self.machine, split_pairs(self.model))
+        return plan_that_fits(
+            self.checkpoint, self.settings, max_kv_size, self.machine, split_pairs(self.model)
+        )
 
     def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
-        """The memory of other settings, whether it fits or not, and of which machine: of several the fullest."""
+        """The memory of other settings, whether it fits or not, and of which machine: of several the
+        fullest.
+        """
         if self.arranged is not None:
             return self.arranged.plan_with(settings, tokens)
         pairs = split_pairs(self.model)
         return plan_for(self.checkpoint, settings, tokens, self.machine, pairs), self.machine
 
-    def sampling(self, wanted: SamplingOptions, drawn: int | None = None) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler, with ``drawn`` or a new seed if none is given, and the processors; sampling_line says all."""
+    def sampling(
+        self, wanted: SamplingOptions, drawn: int | None = None
+    ) -> tuple[Sampler, list[LogitsProcessor]]:
+        """The sampler, with ``drawn`` or a new seed if none is given, and the processors; sampling_line
+        says all.
+        """
         of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
         given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
         if wanted.temp and wanted.seed is None:
@@ -112,10 +130,14 @@ def open_session(
     disk: DiskCache | None = None,
     hashes: bool = False,
 ) -> Session:
-    """Plan the memory, load a model and reserve its cache, from which turns are taken back if it ``talks``."""
+    """Plan the memory, load a model and reserve its cache, from which turns are taken back if it
+    ``talks``.
+    """
     wanted, beside = options.kv_size(run.max_kv_size), 0 if disk is None else QUEUE_BYTES
     hashes = hashes or disk is not None
-    session = load_session(run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks, hashes=hashes)
+    session = load_session(
+        run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks, hashes=hashes
+    )
     planned = session.plan(wanted)
     started = time.perf_counter()
     with named_format(session.settings):
@@ -254,7 +276,8 @@ def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
             ids = tokenizer.encode(text, add_special_tokens=False)
             if len(ids) != 1:
                 raise BadValueError(
-                    f"--extra-eos-token is {text!r}, which is {len(ids)} tokens for this model; expected one, or its id"
+                    f"--extra-eos-token is {text!r}, which is {len(ids)} tokens for this model; expected "
+                    f"one, or its id"
                 ) from None
             tokenizer.add_eos_token(str(ids[0]))
         if text.isdecimal() and int(text) >= vocab_size:
@@ -283,7 +306,8 @@ def prepare(
     """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
     if run.parallel is not None and ranks.guard() is None:
         raise BadValueError(
-            f"--parallel is {run.parallel!r}, which has no effect in one process; `kvant launch` starts several ranks"
+            f"--parallel is {run.parallel!r}, which has no effect in one process; `kvant launch` starts "
+            f"several ranks"
         )
     if run.weights == "float32" and ranks.guard() is not None:
         raise BadValueError("--weights is 'float32'; on several ranks weights stay as they are stored")
@@ -308,11 +332,15 @@ def wire(count: int) -> None:
         )
     version = platform.mac_ver()[0]
     if version and int(version.partition(".")[0]) < WIRING_MACOS:
-        raise BadValueError(f"--wired: macOS {version} wires no memory for MLX; expected {WIRING_MACOS} or later")
+        raise BadValueError(
+            f"--wired: macOS {version} wires no memory for MLX; expected {WIRING_MACOS} or later"
+        )
     mx.set_wired_limit(count)
 
 
 def bound_memory(arrays: int, scratch: int) -> None:
-    """Hold MLX to a plan's bytes: what it keeps for reuse counts, and goes before more than planned is taken."""
+    """Hold MLX to a plan's bytes: what it keeps for reuse counts, and goes before more than planned is
+    taken.
+    """
     mx.set_cache_limit(scratch)
     mx.set_memory_limit(arrays)

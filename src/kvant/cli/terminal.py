@@ -1,4 +1,6 @@
-"""Text for a terminal, with escapes for control characters. A model, a folder's name or a hub can write anything."""
+"""Text for a terminal, with escapes for control characters. A model, a folder's name or a hub can write
+anything.
+"""
 
 import json
 import re
@@ -78,7 +80,9 @@ class _Escaping:
 
 @contextmanager
 def escaping_standard_error() -> Iterator[None]:
-    """Escape all that is written to standard error; progress bars and the chat's prompt write to :func:`behind`."""
+    """Escape all that is written to standard error; progress bars and the chat's prompt write to
+    :func:`behind`.
+    """
     stream = sys.stderr
     sys.stderr = _Escaping(stream)
     try:

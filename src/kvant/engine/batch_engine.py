@@ -21,10 +21,12 @@ Observe = Callable[[Scheduler, Sequence[Token]], object]
 
 
 class BatchEngine:
-    """A scheduler in a thread of its own, which alone computes. It begins when it is made, and sleeps without work.
+    """A scheduler in a thread of its own, which alone computes. It begins when it is made, and sleeps without
+    work.
 
-    A reader holds nobody up, however slow it is. If the thread fails, every request fails with its error at once, and
-    further ones are refused. Close it, or use it in a ``with`` statement, which cancels what is under way.
+    A reader holds nobody up, however slow it is. If the thread fails, every request fails with its error at
+    once, and further ones are refused. Close it, or use it in a ``with`` statement, which cancels what is
+    under way.
     """
 
     def __init__(
@@ -42,15 +44,17 @@ class BatchEngine:
 
         Args:
             model, pool, max_batch, max_queue, deterministic: as in :class:`Scheduler`.
-            stall_after: seconds without a sign of life, while there is work, after which the thread has failed. The
-                longest step, or chunk of a prompt, must be shorter. None: it may take any time.
-            observe: called after every step with the scheduler and the step's tokens, in the engine's thread. It must
-                not wait. An error of it is the engine's.
+            stall_after: seconds without a sign of life, while there is work, after which the thread has
+                failed. The longest step, or chunk of a prompt, must be shorter. None: it may take any time.
+            observe: called after every step with the scheduler and the step's tokens, in the engine's thread.
+                It must not wait. An error of it is the engine's.
         """
         check_process()
         if stall_after is not None and not stall_after > 0:
             raise ValueError(f"stall_after is {stall_after}; expected more than 0 seconds, or None")
-        self._scheduler = Scheduler(model, pool, max_batch=max_batch, max_queue=max_queue, deterministic=deterministic)
+        self._scheduler = Scheduler(
+            model, pool, max_batch=max_batch, max_queue=max_queue, deterministic=deterministic
+        )
         mx.eval(model.arrays)  # a thread cannot compute what another one left undone
         self._observe = observe
         self._changed = threading.Condition()  # held to read or change what follows
@@ -65,12 +69,16 @@ class BatchEngine:
         self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
         self._thread.start()
         if stall_after is not None:
-            threading.Thread(target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True
+            ).start()
         # A thread that computes while the interpreter goes would crash it.
         atexit.register(self.close, drain=False, timeout=10)
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in; ``deliver`` gets its tokens in the engine's thread: it must not wait; an error cancels."""
+        """Take a request in; ``deliver`` gets its tokens in the engine's thread: it must not wait; an
+        error cancels.
+        """
         check_process()
         work = self._scheduler.check(request)
         with self._changed:
@@ -84,7 +92,9 @@ class BatchEngine:
             self._changed.notify_all()
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
-        """End the answers of a request, or one of them, before the next step. One that has ended is no error."""
+        """End the answers of a request, or one of them, before the next step. One that has ended is no
+        error.
+        """
         with self._changed:
             if request in self._clients:
                 self._cancelled.append((request, answer))
@@ -107,9 +117,11 @@ class BatchEngine:
         return 0.0 if last is None else time.monotonic() - last
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Take no further requests, and end the thread when those under way have ended. Returns whether it has.
+        """Take no further requests, and end the thread when those under way have ended. Returns whether it
+        has.
 
-        ``drain``: they may go on to their ends; else they are cancelled. ``timeout``: seconds to wait at most; None:
+        ``drain``: they may go on to their ends; else they are cancelled. ``timeout``: seconds to wait at
+            most; None:
         for ever. It may be closed again, without draining.
         """
         with self._changed:
@@ -177,7 +189,8 @@ class BatchEngine:
         while self._thread.is_alive():
             self._thread.join(stall_after / 4)
             looked, before = time.monotonic(), looked
-            if looked - before > stall_after / 2:  # the process was stopped, as by Ctrl-Z: no thread had any time
+            # the process was stopped, as by Ctrl-Z: no thread had any time
+            if looked - before > stall_after / 2:
                 continue
             if (age := self.age) > stall_after:
                 self._fail(TimeoutError(f"no sign of life for {age:.1f} seconds"))

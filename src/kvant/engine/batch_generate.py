@@ -39,7 +39,8 @@ class BatchStats:
     prompt_tokens: int = 0  # of prompts that were fed; those of a shared prefix are fed once
     prompt_time: float = 0.0  # seconds that feeding them took
     generation_tokens: int = 0  # those that ended a text included
-    generation_steps: int = 0  # each of one token of every sequence that ran, and of drafts that were accepted
+    # each of one token of every sequence that ran, and of drafts that were accepted
+    generation_steps: int = 0
     decode_time: float = 0.0  # seconds that these steps took
     wall_time: float = 0.0  # seconds in all
     peak_memory: float = 0.0  # most that MLX held so far, in GB (1e9 bytes)
@@ -78,7 +79,8 @@ class BatchResponse:
 
     texts: list[str]  # without what ended them
     stats: BatchStats
-    caches: list[ModelCache | None] | None  # of prompt and answer, each in memory of its own: cache.save(path) works
+    # of prompt and answer, each in memory of its own: cache.save(path) works
+    caches: list[ModelCache | None] | None
     token_ids: list[list[int]] | None = None  # of the answers, without the token that ended a text
     logprobs: list[list[float]] | None = None  # of these tokens
 
@@ -111,44 +113,57 @@ def batch_generate(
     draft_model: LanguageModel | None = None,
     num_draft_tokens: int | None = None,
 ) -> BatchResponse:
-    """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, those of its BatchGenerator too.
+    """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, those of its BatchGenerator
+    too.
 
-    One pool is reserved before the first token, for the prompts that run at once with all their tokens. It never grows.
+    One pool is reserved before the first token, for the prompts that run at once with all their tokens. It
+    never grows.
 
     Args:
         model, tokenizer: from :func:`kvant.load`.
         prompts: each as in :func:`kvant.stream_generate`: token ids, as in mlx-lm, or text.
-        prompt_caches: for each prompt a cache that it continues, or None. They are copied, and left as they are.
+        prompt_caches: for each prompt a cache that it continues, or None. They are copied, and left as they
+            are.
         max_tokens: of each answer at most; an int, or one for each prompt.
         verbose: print the reservation, progress and statistics.
         return_prompt_caches, return_token_ids, return_logprobs: see :class:`BatchResponse`.
-        stop_tokens: rows of token ids, each of which ends an answer; in the place of the tokenizer's end of text.
+        stop_tokens: rows of token ids, each of which ends an answer; in the place of the tokenizer's end of
+            text.
         sampler: for all prompts. With a seed, prompt i draws with the seed + i.
         completion_batch_size: prompts that run at once, at most; up to 1,024 if deterministic.
         prefill_batch_size: completion_batch_size is at least this, as in mlx-lm. One prompt is fed at a time.
-        prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where it is
-            deterministic, at most 128.
+        prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where
+            it is deterministic, at most 128.
         stream: refused.
         samplers: one for each prompt, None: ``sampler``. Each draws with its own seed.
-        logits_processors, max_kv_size, stop, kv_bits, kv_group_size: as in :func:`kvant.stream_generate`, for all.
-        deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes longer.
-        draft, draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`; every sequence drafts for itself. For
-            a draft model a second pool is reserved, of as many sequences.
+        logits_processors, max_kv_size, stop, kv_bits, kv_group_size: as in :func:`kvant.stream_generate`, for
+            all.
+        deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes
+            longer.
+        draft, draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`; every sequence drafts for
+            itself. For a draft model a second pool is reserved, of as many sequences.
 
     Raises:
-        ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this machine.
+        ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this
+            machine.
         PromptError: an empty prompt, or ids that the model does not know.
         ValueError: any other argument out of range. Nothing has been computed then.
     """
     if stream is not None:
-        raise ArgumentError("stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes")
+        raise ArgumentError(
+            "stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes"
+        )
     for name, given in (("prompt_caches", prompt_caches), ("max_tokens", max_tokens), ("samplers", samplers)):
         if isinstance(given, Sequence) and len(given) != len(prompts):
-            raise ArgumentError(name, f"has {len(given)} entries; expected {len(prompts)}, one for each prompt")
+            raise ArgumentError(
+                name, f"has {len(given)} entries; expected {len(prompts)}, one for each prompt"
+            )
     ends = [[token] for token in tokenizer.eos_token_ids] if stop_tokens is None else stop_tokens
     for row in ends:
         if not isinstance(row, Sequence) or not row or any(type(token) is not int for token in row):
-            raise ArgumentError("stop_tokens", f"has {row!r:.80}; expected rows of token ids, such as [[2], [13, 13]]")
+            raise ArgumentError(
+                "stop_tokens", f"has {row!r:.80}; expected rows of token ids, such as [[2], [13, 13]]"
+            )
     check_count("completion_batch_size", completion_batch_size)
     check_count("prefill_batch_size", prefill_batch_size)
     step_size = prefill_step_size
@@ -156,7 +171,9 @@ def batch_generate(
         step_size = CHUNK if deterministic else PREFILL_STEP_SIZE
     check_count("prefill_step_size", step_size)
     if deterministic and step_size < CHUNK:
-        raise ArgumentError("prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic")
+        raise ArgumentError(
+            "prefill_step_size", f"is {step_size}; expected {CHUNK} or more with", "deterministic"
+        )
     at_once = max(completion_batch_size, prefill_batch_size)
     if deterministic and at_once > MOST_ROWS:
         name = "completion_batch_size" if at_once == completion_batch_size else "prefill_batch_size"
@@ -214,7 +231,10 @@ def batch_generate(
             pieces[piece.number].append(piece)
             if piece.finish_reason is not None:
                 finished += 1
-                say(f"Finished processing {finished}/{len(wanted)}", "\n" if finished == len(wanted) else " ...\r")
+                say(
+                    f"Finished processing {finished}/{len(wanted)}",
+                    "\n" if finished == len(wanted) else " ...\r",
+                )
         stats.wall_time = time.perf_counter() - started
         stats.prompt_tokens = sum(own[0].prompt_tokens for own in pieces)
         stats.generation_tokens = sum(map(len, pieces))

@@ -16,10 +16,11 @@ from kvant.models.language_model import context_limit
 class CacheScheduler(Scheduler):
     """Answers requests one after another through a cache, which keeps what they leave.
 
-    A prompt is the whole text: what the cache has of its beginning is not fed again. Whenever the caller has control,
-    the cache holds the prompt and every token handed out but the last; of a step that verified drafts those too that
-    are handed out next, until the request ends. After an error before the first token it holds what it held. A cache
-    that cannot go back, because a window or a state has moved on, is emptied instead.
+    A prompt is the whole text: what the cache has of its beginning is not fed again. Whenever the caller has
+    control, the cache holds the prompt and every token handed out but the last; of a step that verified
+    drafts those too that are handed out next, until the request ends. After an error before the first token
+    it holds what it held. A cache that cannot go back, because a window or a state has moved on, is emptied
+    instead.
 
     A cache serves one request at a time: once it was used otherwise, a step is a RuntimeError.
     """
@@ -33,7 +34,8 @@ class CacheScheduler(Scheduler):
         super().__init__(model, self.cache, max_batch=1)
         self._later: deque[Token] = deque()  # of the last step
         self._last: int | None = None  # handed out last
-        self._found: tuple[mx.array | None, int, int] = None, 0, 0  # the cache's step and lengths at the last look
+        # the cache's step and lengths at the last look
+        self._found: tuple[mx.array | None, int, int] = None, 0, 0
 
     @property
     def ids(self) -> list[int]:
@@ -69,7 +71,8 @@ class CacheScheduler(Scheduler):
                     self._later.extend(super().step())
                 tokens = [self._later.popleft()] if self._later else []
                 if tokens and tokens[0].token is not None:
-                    self._last, kept = tokens[0].token, cache.offset - len(self._later)  # an error is behind a token
+                    # an error is behind a token
+                    self._last, kept = tokens[0].token, cache.offset - len(self._later)
                 cache.ahead = max(0, cache.offset - kept)
                 self._look(go_back=bool(tokens) and tokens[0].token is None)
             except BaseException:

@@ -1,4 +1,6 @@
-"""A conversation whose history stays in the cache: a turn feeds what is new, or all where the cache cannot go back."""
+"""A conversation whose history stays in the cache: a turn feeds what is new, or all where the cache cannot
+go back.
+"""
 
 import json
 import time
@@ -46,8 +48,9 @@ class Prompt:
 class Conversation:
     """Messages, and the tokens of them that the cache holds.
 
-    A model's thinking is told from its answer by the marks of its template, where it has any. A message has the answer
-    as its "content" and the thinking as its "reasoning_content", so that the template says what the model sees again.
+    A model's thinking is told from its answer by the marks of its template, where it has any. A message has
+    the answer as its "content" and the thinking as its "reasoning_content", so that the template says what
+    the model sees again.
 
     Attributes:
         messages: the turns so far, as the chat template takes them.
@@ -71,14 +74,16 @@ class Conversation:
             model, tokenizer: from :func:`kvant.load`.
             cache: of one sequence, from ``model.make_cache``; emptied.
             system_prompt: a system message before the turns.
-            overflow: what to do when the context is full. "forget": drop the oldest turns, each with its answer, feed
-                the others again and go on, in the middle of an answer too; the system prompt and the last question
-                stay. Positions change then, and so do the random numbers of a seeded sampler. "stop": refuse the
-                question, or end the answer.
+            overflow: what to do when the context is full. "forget": drop the oldest turns, each with its
+                answer, feed the others again and go on, in the middle of an answer too; the system prompt and
+                the last question stay. Positions change then, and so do the random numbers of a seeded
+                sampler. "stop": refuse the question, or end the answer.
             template_variables: further variables of the chat template, such as ``enable_thinking``.
         """
         if overflow not in get_args(Overflow):
-            raise ValueError(f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}")
+            raise ValueError(
+                f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}"
+            )
         self._model, self._tokenizer, self._overflow = model, tokenizer, overflow
         self._cache = model.check_cache(cache)
         self._variables = dict(template_variables or {})
@@ -114,7 +119,9 @@ class Conversation:
         return first["content"] if first["role"] == "system" else None
 
     def set_system_prompt(self, text: str | None) -> None:
-        """Replace the system message, or take it away; the turns stay, and are fed again with the next one."""
+        """Replace the system message, or take it away; the turns stay, and are fed again with the next
+        one.
+        """
         self._end_turn()
         others = self.messages[self.system_prompt is not None :]
         self.messages = others if text is None else [{"role": "system", "content": text}, *others]
@@ -122,17 +129,18 @@ class Conversation:
     def send(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
         """Say something and iterate over the answer.
 
-        Iteration may stop anywhere, or be interrupted: what was answered until then is the turn. A turn without any
-        answer is forgotten.
+        Iteration may stop anywhere, or be interrupted: what was answered until then is the turn. A turn
+        without any answer is forgotten.
 
         Args:
             text: the question.
-            options: max_tokens, sampler, logits_processors, stop, prefill_step_size, prompt_progress_callback and
-                draft, draft_model and num_draft_tokens, as in :func:`kvant.stream_generate`. Without them every turn is
-                answered as there. A draft model's cache is kept for the next turn.
+            options: max_tokens, sampler, logits_processors, stop, prefill_step_size, prompt_progress_callback
+                and draft, draft_model and num_draft_tokens, as in :func:`kvant.stream_generate`. Without them
+                every turn is answered as there. A draft model's cache is kept for the next turn.
 
         Raises:
-            ContextError: the conversation no longer fits, or the question alone does not; it is as it was before.
+            ContextError: the conversation no longer fits, or the question alone does not; it is as it was
+                before.
         """
         self._end_turn()
         return self._ask(self.messages, text, **options)
@@ -159,7 +167,8 @@ class Conversation:
         return question
 
     def save(self, path: str | Path) -> None:
-        """Save the messages and the cache's tokens to one file, in place of what is there; a turn under way is ended.
+        """Save the messages and the cache's tokens to one file, in place of what is there; a turn under way
+        is ended.
 
         Raises:
             SnapshotError: it cannot be written; what was there still is.
@@ -173,8 +182,8 @@ class Conversation:
         """Go on with a conversation that was saved, its system prompt too, in place of this one.
 
         Raises:
-            SnapshotError: no such conversation, or one with another model or another format of the cache. This
-                conversation stays then; the cache may be empty, and the next turn feeds all.
+            SnapshotError: no such conversation, or one with another model or another format of the cache.
+                This conversation stays then; the cache may be empty, and the next turn feeds all.
         """
         self._end_turn()
         messages = messages_of(path, read_header(Path(path)).metadata)
@@ -185,7 +194,9 @@ class Conversation:
         self._known.restore(self._cache.ids[0])
 
     def thinking(self) -> Thinking | None:
-        """A splitter for the answer that was begun last; None: the model's template has no marks of thinking."""
+        """A splitter for the answer that was begun last; None: the model's template has no marks of
+        thinking.
+        """
         return Thinking.of(self._tokenizer, self._prompt_text)
 
     def _ask(
@@ -257,7 +268,9 @@ class Conversation:
         return known
 
     def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:
-        """The prompt of these messages and the answer so far, without the oldest turns where that is allowed."""
+        """The prompt of these messages and the answer so far, without the oldest turns where that is
+        allowed.
+        """
 
         def make(messages: list[Message]) -> Prompt:
             text = render_chat(self._tokenizer, messages, self._variables)
@@ -285,7 +298,8 @@ class Conversation:
             for response in answer:
                 pieces.append(response.text)
                 tokens.append(response.token)
-                if response.finish_reason:  # the turn is recorded before it is handed out: nobody may ask for more
+                # the turn is recorded before it is handed out: nobody may ask for more
+                if response.finish_reason:
                     last = response
                     break
                 yield response
@@ -324,8 +338,9 @@ def questions(messages: Sequence[Message]) -> list[int]:
 def newest_turns(messages: Sequence[Message], make: Callable[[list[Message]], Prompt], limit: int) -> Prompt:
     """The prompt of the newest turns, where all of them do not fit; what comes before the first turn stays.
 
-    Half of what the last question leaves free of ``limit`` tokens is kept free. Every turn would forget something
-    otherwise, and feed all others again. Where no more fits it is the last question alone, however long that is.
+    Half of what the last question leaves free of ``limit`` tokens is kept free. Every turn would forget
+    something otherwise, and feed all others again. Where no more fits it is the last question alone, however
+    long that is.
     """
     starts = questions(messages)
     head = messages[: starts[0]]
@@ -350,7 +365,9 @@ def as_metadata(messages: Sequence[Message]) -> dict[str, str]:
 def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
     """The messages that a snapshot was saved with."""
     if KEY not in metadata:
-        raise SnapshotError(f"{path}: it holds no conversation; expected a file that a conversation was saved to")
+        raise SnapshotError(
+            f"{path}: it holds no conversation; expected a file that a conversation was saved to"
+        )
     try:
         found = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
         if not isinstance(found, list):
@@ -358,11 +375,15 @@ def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
         fields = {"role", "content", "reasoning_content"}
         for number, raw in enumerate(found):
             if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= fields:
-                raise ValueError(f"message {number} is no object of a role, a content and perhaps a reasoning_content")
+                raise ValueError(
+                    f"message {number} is no object of a role, a content and perhaps a reasoning_content"
+                )
             if not all(isinstance(value, str) for value in raw.values()):
                 raise ValueError(f"message {number} has a value that is no text")
             if raw["role"] not in ROLES or (raw["role"] == "system" and number):
-                raise ValueError(f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant")
+                raise ValueError(
+                    f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant"
+                )
             for value in raw.values():
                 value.encode()  # half of a character is a UnicodeEncodeError, which is a ValueError
     except (ValueError, RecursionError) as error:

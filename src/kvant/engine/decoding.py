@@ -1,4 +1,6 @@
-"""Steps of decoding: the last token of every answer, and drafts behind it, are fed together and the next sampled."""
+"""Steps of decoding: the last token of every answer, and drafts behind it, are fed together and the next
+sampled.
+"""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -32,8 +34,9 @@ class Step:
     logits: mx.array  # (rows, vocab), the first rows being the answers', not evaluated
     sampled: Sampled | None  # the next tokens; None where something has to see the tokens before them
     is_ahead: bool = False  # it was begun before the tokens that it feeds were read
-    # what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are (rows, S,
-    # vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by answer
+    # what is fed of each answer behind its last token, to be verified; None: nothing of any. Logits are
+    # (rows, S, vocab) then, and ``sampled`` has the tokens behind each last one and its draft, answer by
+    # answer
     drafts: list[list[int]] | None = None
     error: Exception | None = None  # why it could not be begun
 
@@ -46,23 +49,30 @@ class BatchDecoder:
         self._model, self._pool, self._rows = model, pool, rows
         self._choice = DraftChoice()
         self.counts = self._choice.counts
-        self._read_at: float | None = None  # when the last step's tokens were read, if nothing else was computed since
+        # when the last step's tokens were read, if nothing else was computed since
+        self._read_at: float | None = None
         self._seconds: float | None = None  # that the last step took, where that is known
 
     def begin(self, answers: Sequence[Answer], ids: mx.array, unread: Collection[Answer] = ()) -> Step:
-        """Begin a step of ids (B,), the last token of each answer; those of the ``unread`` are not known yet."""
+        """Begin a step of ids (B,), the last token of each answer; those of the ``unread`` are not known
+        yet.
+        """
         rows = self._rows or len(answers)
         if padding := rows - len(answers):
             ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
         batch = self._pool.batch([answer.sequence for answer in answers], rows)
         logits, sampled = self._model.next_logits(ids[:, None], batch), None
         if unread or not any(answer.waits for answer in answers):
-            each = [one.row(ids[place : place + 1] if one in unread else ()) for place, one in enumerate(answers)]
+            each = [
+                one.row(ids[place : place + 1] if one in unread else ()) for place, one in enumerate(answers)
+            ]
             sampled = pick_rows(logits, each)
         return Step(list(answers), batch, logits, sampled, is_ahead=bool(unread))
 
     def begin_after(self, step: Step, running: Sequence[Answer]) -> Step | None:
-        """Begin the step after one that is not read; None: no answer goes on, or one has to see its token before."""
+        """Begin the step after one that is not read; None: no answer goes on, or one has to see its token
+        before.
+        """
         if step.sampled is None:
             return None
         places = {answer: row for row, answer in enumerate(step.answers)}
@@ -98,7 +108,11 @@ class BatchDecoder:
         """Begin a step that verifies drafts, each behind the last token of its answer; None: none pays."""
         # Every answer has to have room, those that do not draft too. One near its end shortens a few steps.
         most = min(self._pool.prefill_step_size, *(answer.sequence.room for answer in running)) - 1
-        asked = {answer: count for answer in ready if (count := self._count(answer, min(most, answer.left - 1))) > 0}
+        asked = {
+            answer: count
+            for answer in ready
+            if (count := self._count(answer, min(most, answer.left - 1))) > 0
+        }
         drafts: dict[Answer, list[int]] = {}
         for source in {id(each): each for each in (answer.work.request.drafts for answer in asked)}.values():
             own = [answer for answer in asked if answer.work.request.drafts is source]
@@ -108,7 +122,8 @@ class BatchDecoder:
                 self.paused()
                 return None
             for answer, draft in zip(own, made, strict=True):
-                # up to the first token that the model does not have: a prompt's file or a draft model may have others
+                # up to the first token that the model does not have: a prompt's file or a draft model may
+                # have others
                 drafts[answer] = [*takewhile(lambda token: 0 <= token < self._model.config.vocab_size, draft)]
                 if answer.drafter is not None and answer.drafter.ended is not None:
                     self.counts.off = answer.drafter.ended
@@ -119,13 +134,17 @@ class BatchDecoder:
         fed = [[answer.tokens[-1], *draft] for answer, draft in zip(running, every, strict=True)]
         width = max(map(len, fed))
         batch = self._pool.batch([answer.sequence for answer in running])
-        logits = self._model.every_logits(mx.array([ids + ids[-1:] * (width - len(ids)) for ids in fed]), batch)
+        logits = self._model.every_logits(
+            mx.array([ids + ids[-1:] * (width - len(ids)) for ids in fed]), batch
+        )
         sampled = None
         if not any(answer.sees_tokens for answer in running):
             places = [(number, place) for number, ids in enumerate(fed) for place in range(len(ids))]
             # (rows, S, vocab) -> (positions, vocab), without the padding
             each = rows_of(logits.flatten(0, 1), [number * width + place for number, place in places])
-            sampled = pick_rows(each, [running[number].row(every[number][:place]) for number, place in places])
+            sampled = pick_rows(
+                each, [running[number].row(every[number][:place]) for number, place in places]
+            )
         return Step(list(running), batch, logits, sampled, drafts=every)
 
     def paused(self) -> None:
@@ -135,17 +154,20 @@ class BatchDecoder:
     def read(self, step: Step, following: Step | None, *, is_counted: bool) -> None:
         """A step was evaluated just now; ``is_counted``: an answer might have drafted in it.
 
-        ``following``: the step that was begun meanwhile. Several ranks compute a step where it is begun, and a CPU for
+        ``following``: the step that was begun meanwhile. Several ranks compute a step where it is begun, and
+            a CPU for
         the most part where it is queued.
         """
         if not is_counted:
             self.paused()
             return
         self.counts.steps += len(step.answers)
-        self.counts.tokens += len(step.answers) if step.drafts is None else 0  # of drafts as many as are accepted
+        # of drafts as many as are accepted
+        self.counts.tokens += len(step.answers) if step.drafts is None else 0
         now, before = time.perf_counter(), self._read_at
         self._read_at, self._seconds = now, None if before is None else now - before
-        if step.is_ahead == (following is None):  # where queueing computes, none was since the last was read, or two
+        # where queueing computes, none was since the last was read, or two
+        if step.is_ahead == (following is None):
             self._seconds = None
         if step.drafts is None and self._seconds is not None:
             self._choice.stepped(self._seconds, ahead=step.is_ahead or self._pool.divided)
@@ -177,10 +199,11 @@ class BatchDecoder:
 
 
 def pick(logits: mx.array, answers: Sequence[Answer]) -> list[Picked | Exception]:
-    """Sample the next token of every answer by the first rows of logits (rows, vocab), or say why it has none.
+    """Sample the next token of every answer by the first rows of logits (rows, vocab), or say why it has
+    none.
 
-    Those that call functions of the caller's are the last. Each of these is sampled and evaluated alone, so that an
-    error, or an array that this thread cannot compute, is nobody else's.
+    Those that call functions of the caller's are the last. Each of these is sampled and evaluated alone, so
+    that an error, or an array that this thread cannot compute, is nobody else's.
     """
     rows: list[Row] = []
     errors: dict[int, GrammarError] = {}
@@ -240,8 +263,9 @@ def _found(step: Step, drafts: Sequence[list[int]], picked: Sequence[Picked | Ex
 def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
     """Raise what MLX raises of a step as a KernelError, if the cache uses the fused kernel.
 
-    MLX's errors are a RuntimeError or a ValueError itself, whatever failed. Arrays that the step changed may be lost.
-    The failure is recorded: later caches of these formats, in other processes too, do without the kernel.
+    MLX's errors are a RuntimeError or a ValueError itself, whatever failed. Arrays that the step changed may
+    be lost. The failure is recorded: later caches of these formats, in other processes too, do without the
+    kernel.
     """
     try:
         yield
@@ -252,5 +276,6 @@ def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
         layers = cache.layers if isinstance(cache, Pool) else cache.pool.layers
         kernel_record.keep({layer.use: said for layer in layers if layer.backend is not None}, cache.backend)
         raise KernelError(
-            f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes without it"
+            f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes "
+            f"without it"
         ) from error

@@ -1,4 +1,6 @@
-"""What a request asks of drafts: tokens that may follow, proposed cheaply and verified several in one step."""
+"""What a request asks of drafts: tokens that may follow, proposed cheaply and verified several in one
+step.
+"""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -13,19 +15,21 @@ Source = Literal["none", "prompt"]
 ServedSource = Literal["none", "prompt", "model"]  # where a server may have a draft model
 MOST = 7  # tokens of a draft
 MOST_TOKENS = 65_536  # that a drafter from the text remembers
-START, LAST = 2, 6  # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
+# levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
+START, LAST = 2, 6
 LOSS = 2.0  # steps of one token that drafts may cost before they need a longer match
 RETRY = 128  # steps times 2^level, after which a match half as long is tried again
 SAMPLES = 9  # of the time of a step, of which the lower quartile counts
-RENEWED = 8  # suffixes of which a new token becomes the latest place: a bound, for a text of one token repeated
+# suffixes of which a new token becomes the latest place: a bound, for a text of one token repeated
+RENEWED = 8
 
 
 @dataclass(slots=True)
 class DraftCounts:
     """What drafts did, for one answer or for all of a scheduler."""
 
-    # of the model whose tokens were handed out; the first token comes from the prompt and needs none. One of several
-    # answers counts for each
+    # of the model whose tokens were handed out; the first token comes from the prompt and needs none. One of
+    # several answers counts for each
     steps: int = 0
     tokens: int = 0  # that were handed out after the first
     drafted: int = 0  # tokens that were drafted
@@ -62,9 +66,9 @@ class Drafter:
 class SuffixDrafter(Drafter):
     """A suffix automaton of prompt and answer (Blumer et al. 1985): the longest suffix that occurred before.
 
-    A token takes amortized constant time and about 0.45 kB. At ``most_tokens`` the older half is forgotten, and the
-    newer one read again. A dictionary of where the last three tokens occurred took 0.5 to 3.7 % more steps (measured
-    on code and prose, and edited copies of them).
+    A token takes amortized constant time and about 0.45 kB. At ``most_tokens`` the older half is forgotten,
+    and the newer one read again. A dictionary of where the last three tokens occurred took 0.5 to 3.7 % more
+    steps (measured on code and prose, and edited copies of them).
     """
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
@@ -137,16 +141,18 @@ class SuffixDrafter(Drafter):
 class DraftChoice:
     """Decides for the answers of a scheduler, which share its steps, how many tokens are drafted.
 
-    A draft from the text is as long as its match, up to 7 tokens (as SuffixDecoding has it: Oliaro et al. 2024,
-    arXiv:2411.04975); a model drafts as many as it was asked for. Gains and losses are counted in the time of a plain
-    step. Once drafts cost two of these, a match has to be twice as long; a model drafts no more. After 128 steps times
-    the length of that match the shorter one is tried again. So drafts are never slower for long.
+    A draft from the text is as long as its match, up to 7 tokens (as SuffixDecoding has it: Oliaro et al.
+    2024, arXiv:2411.04975); a model drafts as many as it was asked for. Gains and losses are counted in the
+    time of a plain step. Once drafts cost two of these, a match has to be twice as long; a model drafts no
+    more. After 128 steps times the length of that match the shorter one is tried again. So drafts are never
+    slower for long.
     """
 
     def __init__(self) -> None:
         self.counts = DraftCounts()  # of all answers
         self._level, self._balance, self._steps = START, 0.0, 0
-        # Seconds of steps: of one token begun while the one before ran, of one token not so begun, with drafts.
+        # Seconds of steps: of one token begun while the one before ran, of one token not so begun, with
+        # drafts.
         self._plain, self._alone, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
 
     def count(self, drafter: Drafter, most: int, *, longer: int = 0) -> int:
@@ -159,7 +165,9 @@ class DraftChoice:
         return min(match, most) if match >= 1 << self._level else 0
 
     def stepped(self, seconds: float, *, ahead: bool) -> None:
-        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it ran."""
+        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it
+        ran.
+        """
         if ahead:
             self._plain.append(seconds)
             self._count(0.0)
@@ -174,7 +182,9 @@ class DraftChoice:
             self._count(tokens - self._cost(self._drafted, seconds))
 
     def _cost(self, times: deque[float], seconds: float) -> float:
-        """A step's time in steps of one token, by the last ones of its kind: the first takes longer, others wait."""
+        """A step's time in steps of one token, by the last ones of its kind: the first takes longer,
+        others wait.
+        """
         times.append(seconds)
         return _quartile(times) / _quartile(self._plain) if self._plain and len(times) > 1 else 1.0
 
@@ -199,7 +209,8 @@ def _quartile(times: Collection[float]) -> float:
 class Drafts:
     """Where drafts come from: what the sequence holds so far."""
 
-    asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"  # by which argument, and its value; for a refusal
+    # by which argument, and its value; for a refusal
+    asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"
 
     most: int = MOST  # tokens that are drafted a step, at most
 
@@ -208,11 +219,15 @@ class Drafts:
         return self
 
     def for_answer(self, salt: bytes, tokens: int) -> Drafter:
-        """A drafter for an answer, of so many tokens at most, to a request of this salt. It must be released."""
+        """A drafter for an answer, of so many tokens at most, to a request of this salt. It must be
+        released.
+        """
         return SuffixDrafter()
 
     def propose(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]] | None:
-        """At most ``counts`` tokens that may follow each sequence; None: a step was made that had to be before."""
+        """At most ``counts`` tokens that may follow each sequence; None: a step was made that had to be
+        before.
+        """
         return [drafter.propose(count) for drafter, count in zip(drafters, counts, strict=True)]
 
 

@@ -71,29 +71,31 @@ def load(
     """Load a model and its tokenizer. The arguments are mlx-lm's.
 
     Args:
-        path_or_hf_repo: what :func:`find_model` takes: a model folder, a known name, ``owner/repository[@revision]`` or
-            ``pocket``. Nothing is downloaded: ``kvant pull`` does that.
-        tokenizer_config: ``eos_token``, a token of the vocabulary that ends a text instead of the tokenizer's own, and
-            ``chat_template``, Jinja source. Any other key is refused.
+        path_or_hf_repo: what :func:`find_model` takes: a model folder, a known name,
+            ``owner/repository[@revision]`` or ``pocket``. Nothing is downloaded: ``kvant pull`` does that.
+        tokenizer_config: ``eos_token``, a token of the vocabulary that ends a text instead of the tokenizer's
+            own, and ``chat_template``, Jinja source. Any other key is refused.
         model_config, trust_remote_code: refused, but for None, False and what is empty.
         lazy: True warns: every weight is read and checked at load, one layer after the other.
         adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
         return_config: return the folder's config.json too.
-        revision: a repository's commit, branch or tag, as it was pulled; refused for a folder and for ``pocket``.
+        revision: a repository's commit, branch or tag, as it was pulled; refused for a folder and for
+            ``pocket``.
         path_or_name: another name of ``path_or_hf_repo``.
-        weights: how a CPU holds quantized matrices: "packed", or "float32", which takes more memory and less time;
-            default: the latter where the floats take at most half of the memory.
+        weights: how a CPU holds quantized matrices: "packed", or "float32", which takes more memory and less
+            time; default: the latter where the floats take at most half of the memory.
 
     Returns:
-        The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. A tokenizer with
-        the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and those of generation_config.json or,
-        without one, config.json. With ``return_config`` config.json as a dict, whose ``eos_token_id`` is that of
-        generation_config.json where that has one.
+        The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. A
+        tokenizer with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and those of
+        generation_config.json or, without one, config.json. With ``return_config`` config.json as a dict,
+        whose ``eos_token_id`` is that of generation_config.json where that has one.
 
     Raises:
-        ModelError: no such folder, a model that was not pulled, or one that is not supported, model or adapter.
-        ValueError: an argument that cannot be applied; known before anything is loaded, but for an ``eos_token`` that
-            the vocabulary does not have.
+        ModelError: no such folder, a model that was not pulled, or one that is not supported, model or
+            adapter.
+        ValueError: an argument that cannot be applied; known before anything is loaded, but for an
+            ``eos_token`` that the vocabulary does not have.
     """
     name = path_or_name if path_or_hf_repo is None else path_or_hf_repo
     if name is None:
@@ -104,14 +106,18 @@ def load(
         if not isinstance(given, Mapping | None):
             raise ArgumentError(key, f"is a {type(given).__name__}; expected a dict")
     if model_config:
-        raise ArgumentError("model_config", f"has {_names(model_config)}; a model is as its folder's config.json says")
+        raise ArgumentError(
+            "model_config", f"has {_names(model_config)}; a model is as its folder's config.json says"
+        )
     settings = dict(tokenizer_config or {})
     inner = "tokenizer_config['trust_remote_code']"
     for key, trusts in (("trust_remote_code", trust_remote_code), (inner, settings.get("trust_remote_code"))):
         if trusts:
             raise ArgumentError(key, "is True; nothing in a model folder is executed")
     if unknown := {key: value for key, value in settings.items() if key not in TOKENIZER_KEYS}:
-        raise ArgumentError("tokenizer_config", f"has {_names(unknown)}; expected {', '.join(TOKENIZER_KEYS)}")
+        raise ArgumentError(
+            "tokenizer_config", f"has {_names(unknown)}; expected {', '.join(TOKENIZER_KEYS)}"
+        )
     for key in ("eos_token", "chat_template"):
         if not isinstance(settings.get(key), str | None):
             raise ArgumentError(f"tokenizer_config[{key!r}]", f"is {settings[key]!r:.80}; expected text")
@@ -129,7 +135,9 @@ def load(
         try:
             tokenizer.replace_eos_token(token)
         except ValueError as error:
-            raise ArgumentError("tokenizer_config['eos_token']", f"is {token!r:.80}; not in the vocabulary") from error
+            raise ArgumentError(
+                "tokenizer_config['eos_token']", f"is {token!r:.80}; not in the vocabulary"
+            ) from error
         tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, *model.config.eos_token_ids}
     if not return_config:
         return model, tokenizer
@@ -152,7 +160,9 @@ def load_folder(
     load_weights: LoadModel | None = None,
     weights: Weights | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load from a folder; ``process``: for the tokenizer; ``load_weights``: in place of :func:`load_model`."""
+    """Load from a folder; ``process``: for the tokenizer; ``load_weights``: in place of
+    :func:`load_model`.
+    """
     adapter = None if adapter_path is None else find_adapter(adapter_path)
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
@@ -168,11 +178,17 @@ def load_folder(
 
 
 def load_model(
-    folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, weights: Weights | None = None
+    folder: Path,
+    progress: Progress | None = None,
+    adapter: Path | None = None,
+    *,
+    weights: Weights | None = None,
 ) -> LanguageModel:
-    """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without adapter.
+    """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without
+    adapter.
 
-    ``weights``: how a CPU holds quantized matrices; None: as floats where those take at most half of its memory.
+    ``weights``: how a CPU holds quantized matrices; None: as floats where those take at most half of its
+        memory.
     """
     if not is_bridged_folder(folder):
         if weights is None:
@@ -196,7 +212,9 @@ def default_weights(folder: Path) -> Weights:
 
 
 def check_model(folder: Path) -> None:
-    """Check a folder's config.json and the headers of its tensors, as :func:`load_model`; no tensor is read."""
+    """Check a folder's config.json and the headers of its tensors, as :func:`load_model`; no tensor is
+    read.
+    """
     if not is_bridged_folder(folder):
         check_folder(folder)
         return
@@ -215,8 +233,8 @@ def is_bridged_folder(folder: Path) -> bool:
 def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
     """The folder of a model.
 
-    ``pocket`` is the embedded model. A path, text that begins as one (``/``, ``.``, ``~``) and text that names an
-    existing folder mean that folder. Anything else is the name of an imported model, a known name or
+    ``pocket`` is the embedded model. A path, text that begins as one (``/``, ``.``, ``~``) and text that
+    names an existing folder mean that folder. Anything else is the name of an imported model, a known name or
     ``owner/repository[@revision]``, pulled before.
     """
     name = str(path_or_name)

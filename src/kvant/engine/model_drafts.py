@@ -1,4 +1,6 @@
-"""Drafts of a model: a pool of its own beside that of the other model, and a step of all sequences a drafted token."""
+"""Drafts of a model: a pool of its own beside that of the other model, and a step of all sequences a
+drafted token.
+"""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +29,8 @@ DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, MOST
 MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; more are fed before, in chunks
 SAME = "a draft model needs the same tokenizer"
 
-_same: WeakKeyDictionary[Tokenizer, set[str]] = WeakKeyDictionary()  # digests of files that were found to be the same
+# digests of files that were found to be the same
+_same: WeakKeyDictionary[Tokenizer, set[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +49,8 @@ class ModelDrafts:
         return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
     def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
-        """The drafts for the sequences of a pool: as many are reserved for the draft model, in the same format.
+        """The drafts for the sequences of a pool: as many are reserved for the draft model, in the same
+        format.
 
         Each has as many tokens as one of the pool's, at most the draft model's own context.
         """
@@ -133,7 +137,9 @@ class PooledDrafts(Drafts):
             if widest == 1:
                 logits = self.model.next_logits(mx.array(fed), batch)
             else:
-                logits = self.model.every_logits(mx.array([row + row[-1:] * (widest - len(row)) for row in fed]), batch)
+                logits = self.model.every_logits(
+                    mx.array([row + row[-1:] * (widest - len(row)) for row in fed]), batch
+                )
                 ends = mx.array([len(row) - 1 for row in fed])[:, None, None]
                 # (B, S, vocab) -> (B, vocab), the last of each row's own
                 logits = mx.take_along_axis(logits, ends, axis=1).squeeze(1)
@@ -152,12 +158,16 @@ class PooledDrafts(Drafts):
 
 
 class ModelDrafter(Drafter):
-    """The sequence of an answer in a draft model's pool; it is opened, and computed, when a draft is asked for."""
+    """The sequence of an answer in a draft model's pool; it is opened, and computed, when a draft is asked
+    for.
+    """
 
     is_free = False
 
     def __init__(self, drafts: PooledDrafts, salt: bytes, reserved: int) -> None:
-        """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can have."""
+        """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can
+        have.
+        """
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
         self.tokens: list[int] = []  # of its answer
         self.held = 0  # of these, the first that its sequence has
@@ -181,7 +191,9 @@ class ModelDrafter(Drafter):
         return self.tokens[self.held :]
 
     def opened(self) -> bool:
-        """Take pages, or take back what was drafted and did not come. Returns whether anything can be drafted."""
+        """Take pages, or take back what was drafted and did not come. Returns whether anything can be
+        drafted.
+        """
         if self.ended is None and len(self.tokens) > self._reserved:
             self.ended = f"the draft model's context, {self._reserved} tokens, is full"
         if self.ended is not None:
@@ -222,9 +234,15 @@ def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
 
 
 def asked_drafts(
-    draft: object, draft_model: object, num_draft_tokens: int | None, model: LanguageModel, tokenizer: Tokenizer
+    draft: object,
+    draft_model: object,
+    num_draft_tokens: int | None,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
 ) -> Drafts | ModelDrafts | None:
-    """What a request of this model asks for, by its arguments or by ``draft`` as made before; None: no drafts."""
+    """What a request of this model asks for, by its arguments or by ``draft`` as made before; None: no
+    drafts.
+    """
     if isinstance(draft, Drafts | ModelDrafts):
         return draft
     found = drafts_of(draft)
@@ -234,13 +252,17 @@ def asked_drafts(
     if found is not None:
         raise ArgumentError("draft", f"is {draft!r}; expected 'none' beside a", "draft_model")
     if not hasattr(draft_model, "every_logits"):  # a path, or a model of mlx-lm's
-        raise ArgumentError("draft_model", f"is a {type(draft_model).__name__}; expected a model of kvant.load")
+        raise ArgumentError(
+            "draft_model", f"is a {type(draft_model).__name__}; expected a model of kvant.load"
+        )
     chosen = cast(LanguageModel, draft_model)
     check_draft_model(model, tokenizer, chosen)
     return ModelDrafts(model=chosen, num_draft_tokens=num_draft_tokens)
 
 
-def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool | ModelCache, *, deterministic: bool = False) -> None:
+def check_drafts(
+    drafts: Drafts | ModelDrafts | None, pool: Pool | ModelCache, *, deterministic: bool = False
+) -> None:
     """Refuse drafts where a step of several tokens cannot be verified.
 
     What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
@@ -255,7 +277,9 @@ def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool | ModelCache, *
     if pool.divided and name == "draft_model":
         raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
     if not (pool.takes_back or isinstance(pool, ModelCache)):
-        raise ArgumentError(name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm")
+        raise ArgumentError(
+            name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm"
+        )
 
 
 def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None:
@@ -265,14 +289,17 @@ def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None
     if type(num_draft_tokens) is not int or not 1 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
         raise ArgumentError("num_draft_tokens", f"is {num_draft_tokens!r}; expected 1 to {MOST_DRAFT_TOKENS}")
     if not has_model:
-        raise ArgumentError("num_draft_tokens", f"is {num_draft_tokens}, which has no effect without", "draft_model")
+        raise ArgumentError(
+            "num_draft_tokens", f"is {num_draft_tokens}, which has no effect without", "draft_model"
+        )
 
 
 def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: LanguageModel) -> None:
     """Refuse a draft model with another tokenizer.
 
-    Files are compared first; if they differ, the tokenizers' contents, once. The weights' vocabularies may be padded to
-    different sizes. Of a draft model that was not loaded from a folder only the size of its vocabulary is known.
+    Files are compared first; if they differ, the tokenizers' contents, once. The weights' vocabularies may be
+    padded to different sizes. Of a draft model that was not loaded from a folder only the size of its
+    vocabulary is known.
     """
     ours, theirs = model.identity, draft_model.identity
     if draft_model is model:
@@ -280,12 +307,18 @@ def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: L
     if theirs is None or theirs.folder is None:
         sizes = draft_model.config.vocab_size, model.config.vocab_size
         if sizes[0] != sizes[1]:
-            raise ModelError(f"the draft model's vocabulary has {sizes[0]} tokens, and the model's {sizes[1]}; {SAME}")
+            raise ModelError(
+                f"the draft model's vocabulary has {sizes[0]} tokens, and the model's {sizes[1]}; {SAME}"
+            )
         return
-    if (ours is not None and ours.tokenizer == theirs.tokenizer) or theirs.tokenizer in _same.get(tokenizer, ()):
+    if (ours is not None and ours.tokenizer == theirs.tokenizer) or theirs.tokenizer in _same.get(
+        tokenizer, ()
+    ):
         return
     if tokenizer_digest(theirs.folder) != theirs.tokenizer:
-        raise ModelError(f"{theirs.folder}: tokenizer.json was changed after the draft model was loaded; {SAME}")
+        raise ModelError(
+            f"{theirs.folder}: tokenizer.json was changed after the draft model was loaded; {SAME}"
+        )
     check_same(load_tokenizer(theirs.folder), tokenizer)
     _same.setdefault(tokenizer, set()).add(theirs.tokenizer)
 

@@ -1,4 +1,6 @@
-"""Changes of the logits before a token is picked: bias, and penalties on recent tokens, with mlx-lm's values."""
+"""Changes of the logits before a token is picked: bias, and penalties on recent tokens, with mlx-lm's
+values.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class _Penalty:
-    """A penalty on the last ``context_size`` tokens, but those before ``first``; :meth:`change` is each kind's own."""
+    """A penalty on the last ``context_size`` tokens, but those before ``first``; :meth:`change` is each
+    kind's own.
+    """
 
     penalty: float
     context_size: int = CONTEXT_SIZE
@@ -49,7 +53,9 @@ class _Penalty:
 
 
 class Repetition(_Penalty):
-    """Divide a recent token's logit by the penalty; multiply a negative one (Keskar et al. 2019, arXiv:1909.05858)."""
+    """Divide a recent token's logit by the penalty; multiply a negative one (Keskar et al. 2019,
+    arXiv:1909.05858).
+    """
 
     def change(self, logits: mx.array, ids: mx.array) -> mx.array:
         chosen = logits[:, ids]

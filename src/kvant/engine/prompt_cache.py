@@ -24,16 +24,18 @@ def make_prompt_cache(
     kv_group_size: int | None = None,
     kv_format: KVFormat | str | Path | None = None,
 ) -> Any:
-    """A prompt cache that is reserved now and never grows, of a model of :func:`kvant.load` or of mlx-lm's own.
+    """A prompt cache that is reserved now and never grows, of a model of :func:`kvant.load` or of mlx-lm's
+    own.
 
     Args:
-        model: of ``kvant.load``: the result is its :class:`kvant.cache.ModelCache`. Of ``mlx_lm.load``: a list for
-            mlx-lm's own loops, see :mod:`kvant.bridge.prompt_cache`.
-        max_kv_size: tokens it can hold; None: at most 4,096, and at most the context of a model of ``kvant.load``.
+        model: of ``kvant.load``: the result is its :class:`kvant.cache.ModelCache`. Of ``mlx_lm.load``: a
+            list for mlx-lm's own loops, see :mod:`kvant.bridge.prompt_cache`.
+        max_kv_size: tokens it can hold; None: at most 4,096, and at most the context of a model of
+            ``kvant.load``.
         kv_bits: 8, 4, or 0 for no quantization; None: 8.
         kv_group_size: elements that share a scale; None: 32.
-        kv_format: a format of each layer, or its file, that ``kvant report --tune`` wrote; None: all have the same. Of
-            a model of mlx-lm's own nobody can tell whether it is for that one.
+        kv_format: a format of each layer, or its file, that ``kvant report --tune`` wrote; None: all have the
+            same. Of a model of mlx-lm's own nobody can tell whether it is for that one.
 
     Raises:
         ContextError: more than this machine's memory; nothing was allocated.
@@ -47,7 +49,9 @@ def make_prompt_cache(
     return prompt_cache.make_prompt_cache(model, max_kv_size or DEFAULT_RESERVATION, options)
 
 
-def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None) -> None:
+def save_prompt_cache(
+    file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None
+) -> None:
     """Save what a cache holds.
 
     Args:
@@ -65,18 +69,22 @@ def save_prompt_cache(file_name: str | Path, cache: Sequence[Any], metadata: Map
     cache.save(file_name, metadata)
 
 
-def load_prompt_cache(file_name: str | Path, return_metadata: bool = False, *, max_kv_size: int | None = None) -> Any:
+def load_prompt_cache(
+    file_name: str | Path, return_metadata: bool = False, *, max_kv_size: int | None = None
+) -> Any:
     """The prompt cache of a file. The first model that uses it reads it, and is compared with it.
 
     Args:
-        file_name: a file of :func:`save_prompt_cache`, which has to be there until a model has used the result; or
-            mlx-lm's, whose plain caches a model of ``kvant.load`` keeps without quantization.
+        file_name: a file of :func:`save_prompt_cache`, which has to be there until a model has used the
+            result; or mlx-lm's, whose plain caches a model of ``kvant.load`` keeps without quantization.
         return_metadata: also return what it was saved with, a dict of str to str.
-        max_kv_size: tokens to reserve; None: as many as were reserved when it was saved, of mlx-lm's file 4,096.
+        max_kv_size: tokens to reserve; None: as many as were reserved when it was saved, of mlx-lm's file
+            4,096.
 
     Returns:
-        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``; of mlx-lm's file it is a sequence of
-        mlx-lm's caches too, until a model uses it. With ``return_metadata`` a tuple of it and the metadata.
+        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``; of mlx-lm's file it is a
+        sequence of mlx-lm's caches too, until a model uses it. With ``return_metadata`` a tuple of it and the
+        metadata.
 
     Raises:
         SnapshotError: a file that is no such cache; one of a newer version; one that was altered.

@@ -8,11 +8,21 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from kvant.engine.processors import KINDS, Bias, Change, LogitsProcessor, Tokens, as_ids
-from kvant.engine.sampler import Sampler, SeededSampler, draw_keys, draw_seeded, greedy, in_order, is_ours, rows_of
+from kvant.engine.sampler import (
+    Sampler,
+    SeededSampler,
+    draw_keys,
+    draw_seeded,
+    greedy,
+    in_order,
+    is_ours,
+    rows_of,
+)
 from kvant.errors import LogitsError
 from kvant.operators.exponential import logsumexp
 
-BLOCK = 2**18  # logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
+# logits that are drawn from at once on a CPU: more leave its cache from one operation to the next
+BLOCK = 2**18
 
 
 @dataclass(slots=True)
@@ -23,13 +33,16 @@ class Row:
     processors: Sequence[Change]  # applied to the logits in order
     position: int  # tokens before the one to be sampled
     tokens: Tokens  # ids of these, looked at if there are processors; in an array they need not be known yet
-    mask: bytes | None = None  # the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all
+    # the tokens that a grammar allows, :meth:`kvant.text.grammar.Matcher.mask`; None: all
+    mask: bytes | None = None
     top: int = 0  # how many of the most probable tokens are told
     keep: bool = False  # all log-probabilities are, if any row asks for them
 
 
 class Picked(NamedTuple):
-    """A row's token, its log-probability, the most probable tokens with theirs, and all (vocab,) if they are kept."""
+    """A row's token, its log-probability, the most probable tokens with theirs, and all (vocab,) if they
+    are kept.
+    """
 
     token: int
     logprob: float
@@ -53,7 +66,9 @@ class Sampled:
         return [self.tokens, self.logprobs, *(each for each in self.tops if each is not None)]
 
     def read(self) -> list[Picked | Exception]:
-        """Wait for it. A row that no token can be drawn from has a LogitsError; most probable tokens come first."""
+        """Wait for it. A row that no token can be drawn from has a LogitsError; most probable tokens come
+        first.
+        """
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
         if self.logprobs.ndim == 1:
             logprobs: list[float] = self.logprobs.tolist()  # type: ignore[assignment]
@@ -64,7 +79,10 @@ class Sampled:
             logprobs = [every[place] for place in enumerate(tokens)]
             kept = [self.logprobs.squeeze(0)] if len(tokens) == 1 else list(self.logprobs)
         each = zip(self.rows, tokens, logprobs, self.tops, kept, strict=True)
-        return [_no_token(row, own) or Picked(token, own, _pairs(top), rest) for row, token, own, top, rest in each]
+        return [
+            _no_token(row, own) or Picked(token, own, _pairs(top), rest)
+            for row, token, own, top, rest in each
+        ]
 
 
 def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
@@ -89,7 +107,9 @@ def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
 
 
 def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picked]:
-    """Tokens of a text, each with its log-probability and the ``top`` most probable ones by its logits (T, vocab)."""
+    """Tokens of a text, each with its log-probability and the ``top`` most probable ones by its logits (T,
+    vocab).
+    """
     if not tokens:  # a prompt's last token may be fed alone, and no token of the prompt follows it
         return []
     logits = logits[: len(tokens)].astype(mx.float32)
@@ -105,7 +125,9 @@ def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picke
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Refuse what a caller's sampler picked and the model does not know: as an index it is read out of bounds."""
+    """Refuse what a caller's sampler picked and the model does not know: as an index it is read out of
+    bounds.
+    """
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise ValueError(f"the sampler picked token {token}; the model knows 0 to {vocab_size - 1}")
@@ -114,20 +136,23 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 def sample_rows(logits: mx.array, rows: Sequence[Row]) -> tuple[mx.array, mx.array]:
     """One step of sampling for B rows: bit for bit what it is for each alone.
 
-    Logits (R, vocab), of which those behind the B rows are ignored -> tokens (B,) and log-probabilities (B, vocab), not
-    evaluated. Options are checked already, against the vocabulary.
+    Logits (R, vocab), of which those behind the B rows are ignored -> tokens (B,) and log-probabilities (B,
+    vocab), not evaluated. Options are checked already, against the vocabulary.
     """
     samplers = [row.sampler if is_ours(row.sampler) else _checked(row.sampler, (1,)) for row in rows]
     logits = (logits if len(logits) == len(rows) else logits[: len(rows)]).astype(mx.float32)
     if any(row.processors or row.mask is not None for row in rows):
-        logits = mx.concatenate([_processed(row, logits[number : number + 1]) for number, row in enumerate(rows)])
+        logits = mx.concatenate(
+            [_processed(row, logits[number : number + 1]) for number, row in enumerate(rows)]
+        )
     logprobs = logits - logsumexp(logits)
     return _draw(logprobs, samplers, [row.position for row in rows]), logprobs
 
 
 def _processed(row: Row, logits: mx.array) -> mx.array:
     """A row's logits (1, vocab) as its processors, and then its grammar, leave them."""
-    # Row by row, as in mlx-lm. All rows at once took 8 % less of 8 texts of pocket with three penalties (measured).
+    # Row by row, as in mlx-lm. All rows at once took 8 % less of 8 texts of pocket with three penalties
+    # (measured).
     for processor in row.processors:
         if isinstance(processor, KINDS):
             logits = processor(row.tokens, logits)
@@ -139,7 +164,9 @@ def _processed(row: Row, logits: mx.array) -> mx.array:
 
 
 def _draw(logprobs: mx.array, samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
-    """The tokens (B,) that each row's own sampler picks at its position, as the sampler alone would pick it."""
+    """The tokens (B,) that each row's own sampler picks at its position, as the sampler alone would pick
+    it.
+    """
     seeded = [row for row, sampler in enumerate(samplers) if isinstance(sampler, SeededSampler)]
     likeliest = [row for row, sampler in enumerate(samplers) if sampler is greedy]
     rows: list[list[int]] = []
@@ -179,10 +206,14 @@ def _checked(function: Callable[..., mx.array], shape: tuple[int, ...]) -> Calla
     def called(*arguments: mx.array) -> mx.array:
         try:
             result = function(*arguments)
-        except StopIteration as error:  # whoever iterates the answer would take it for its end, as PEP 479 says
+        except (
+            StopIteration
+        ) as error:  # whoever iterates the answer would take it for its end, as PEP 479 says
             raise RuntimeError(f"{function!r} raised StopIteration") from error
         if not isinstance(result, mx.array) or result.shape != shape:
-            given = f"the shape {result.shape}" if isinstance(result, mx.array) else f"a {type(result).__name__}"
+            given = (
+                f"the shape {result.shape}" if isinstance(result, mx.array) else f"a {type(result).__name__}"
+            )
             raise ValueError(f"{function!r} returned {given}; expected {shape}")
         return result
 
@@ -190,7 +221,9 @@ def _checked(function: Callable[..., mx.array], shape: tuple[int, ...]) -> Calla
 
 
 def _top(logprobs: mx.array, row: int, count: int) -> tuple[mx.array, mx.array] | None:
-    """The ``count`` most probable tokens of a row of (B, vocab), in any order, with their log-probabilities."""
+    """The ``count`` most probable tokens of a row of (B, vocab), in any order, with their
+    log-probabilities.
+    """
     if not count:
         return None
     ids = mx.argpartition(-logprobs[row], count - 1)[:count]

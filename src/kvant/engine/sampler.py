@@ -1,7 +1,7 @@
 """Samplers: what is left of the probabilities, and the token that the key of a request and a position draws.
 
-The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++ compiler.
-What is left of a row depends on it alone.
+The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++
+compiler. What is left of a row depends on it alone.
 """
 
 import math
@@ -20,8 +20,8 @@ from kvant.errors import ArgumentError
 class SeededSampler:
     """Draws tokens from filtered probabilities. The draw at a position depends on (seed, position) alone.
 
-    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed. The other fields are
-    those of :class:`kvant.engine.sampling.SamplingOptions`.
+    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed. The other
+    fields are those of :class:`kvant.engine.sampling.SamplingOptions`.
     """
 
     temp: float
@@ -33,8 +33,10 @@ class SeededSampler:
     xtc_threshold: float
     xtc_special_tokens: tuple[int, ...]
     seed: int | None  # None: every run draws one
-    follows_mlx: bool = False  # where a run without a seed takes one: MLX's random state, or the operating system
-    _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)  # rows of calls
+    # where a run without a seed takes one: MLX's random state, or the operating system
+    follows_mlx: bool = False
+    # rows of calls
+    _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities (B, vocab) -> tokens (B,), in loops that tell no position, such as mlx-lm's.
@@ -62,7 +64,11 @@ class SeededSampler:
         if self.min_p:
             logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability:
-            probability, threshold, special = self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens
+            probability, threshold, special = (
+                self.xtc_probability,
+                self.xtc_threshold,
+                self.xtc_special_tokens,
+            )
             logprobs = leave_out_top_choices(logprobs, probability, threshold, special, coins)
         return keep_top_k(logprobs, self.top_k) if self.top_k else logprobs
 
@@ -88,7 +94,9 @@ def is_ours(sampler: Sampler) -> bool:
 
 
 def for_a_run(sampler: Sampler) -> Sampler:
-    """The sampler of one run: without a seed it takes one now, of MLX's random state or of the operating system."""
+    """The sampler of one run: without a seed it takes one now, of MLX's random state or of the operating
+    system.
+    """
     if not isinstance(sampler, SeededSampler) or sampler.seed is not None:
         return sampler
     if sampler.follows_mlx:
@@ -114,7 +122,9 @@ def draw_keys(samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array
 
 
 def splitmix64(state: int) -> int:
-    """A step of SplitMix64 from ``state``, a bijection of 64-bit words (Steele, Lea, Flood 2014; Vigna's constants)."""
+    """A step of SplitMix64 from ``state``, a bijection of 64-bit words (Steele, Lea, Flood 2014; Vigna's
+    constants).
+    """
     mask = 2**64 - 1
     word = (state + 0x9E3779B97F4A7C15) & mask
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -124,7 +134,8 @@ def splitmix64(state: int) -> int:
 
 def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.array) -> mx.array:
     """Log-probabilities (B, vocab), a sampler for each row and keys (B, 2) -> tokens (B,)."""
-    # 24 bits of each word, as many as every float32 below 1 has: the first number picks, the second is XTC's coin
+    # 24 bits of each word, as many as every float32 below 1 has: the first number picks, the second is XTC's
+    # coin
     numbers = (keys >> 8).astype(mx.float32) * 2**-24
     return pick(filtered(logprobs, samplers, numbers[:, 1:]), numbers[:, :1])
 
@@ -132,7 +143,8 @@ def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.
 def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.array) -> mx.array:
     """The logits (B, vocab) after each row's filters and temperature, of log-probabilities (B, vocab).
 
-    Samplers with the same filters take their rows at once. XTC's coins, from 0 to 1, are (B, 1), or one for all.
+    Samplers with the same filters take their rows at once. XTC's coins, from 0 to 1, are (B, 1), or one for
+    all.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -151,8 +163,8 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
 def pick(logits: mx.array, numbers: mx.array) -> mx.array:
     """The tokens (B,) that numbers (B, 1) from 0 on, below 1, pick by the probabilities of logits (B, vocab).
 
-    It is the first token up to which probabilities sum to more than the number; never one of probability 0. MLX's
-    ``categorical`` does so for one row alone: of several it adds a Gumbel variable to every logit.
+    It is the first token up to which probabilities sum to more than the number; never one of probability 0.
+    MLX's ``categorical`` does so for one row alone: of several it adds a Gumbel variable to every logit.
     """
     probs = mx.softmax(logits.astype(mx.float32), axis=-1)
     reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)
@@ -160,16 +172,19 @@ def pick(logits: mx.array, numbers: mx.array) -> mx.array:
 
 
 def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """The likeliest tokens that together have the probability ``top_p`` (Holtzman et al. 2019, arXiv:1904.09751).
+    """The likeliest tokens that together have the probability ``top_p`` (Holtzman et al. 2019,
+    arXiv:1904.09751).
 
     A token that is as likely as the last one kept is kept too.
     """
     able = logprobs
     if mx.default_device().type != mx.gpu:
-        # Tokens whose probability is lost when it is added to the likeliest one's change no sum: none is kept, and a
-        # CPU sorts many equal numbers fast. Of 151,936 logits most are such. A GPU adds parts that are summed before.
+        # Tokens whose probability is lost when it is added to the likeliest one's change no sum: none is
+        # kept, and a CPU sorts many equal numbers fast. Of 151,936 logits most are such. A GPU adds parts
+        # that are summed before.
         likeliest = logprobs.max(axis=-1, keepdims=True).astype(mx.float32)
-        lost = likeliest + math.log(2**-25) - 0.1  # less than half of float32's last place, with a margin for rounding
+        # less than half of float32's last place, with a margin for rounding
+        lost = likeliest + math.log(2**-25) - 0.1
         able = mx.where(logprobs < lost, -math.inf, logprobs)
     descending = mx.sort(able, axis=-1)[..., ::-1]
     probs = mx.exp(descending.astype(mx.float32))
@@ -182,7 +197,9 @@ def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 
 def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
-    """Tokens with at least ``min_p`` times the likeliest one's probability (Nguyen et al. 2024, arXiv:2407.01082)."""
+    """Tokens with at least ``min_p`` times the likeliest one's probability (Nguyen et al. 2024,
+    arXiv:2407.01082).
+    """
     unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
         order = mx.argpartition(logprobs, kth=-min_tokens_to_keep, axis=-1)
@@ -195,8 +212,8 @@ def leave_out_top_choices(
 ) -> mx.array:
     """XTC: with a probability, every token above the threshold but the least likely of them is left out.
 
-    By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335. Special tokens are never left out. XTC
-    applies where the coin, from 0 to 1, one for all rows or (B, 1), is at most the probability.
+    By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335. Special tokens are never left out.
+    XTC applies where the coin, from 0 to 1, one for all rows or (B, 1), is at most the probability.
     """
     probs = mx.softmax(logprobs, axis=-1)
     least = mx.where(probs > threshold, probs, math.inf).min(axis=-1, keepdims=True)
@@ -216,7 +233,9 @@ def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:
     """Refuse a token that the vocabulary does not have."""
     for token in special_tokens:
         if not 0 <= token < vocab_size:
-            raise ArgumentError("xtc_special_tokens", f"has token {token}; the model knows 0 to {vocab_size - 1}")
+            raise ArgumentError(
+                "xtc_special_tokens", f"has token {token}; the model knows 0 to {vocab_size - 1}"
+            )
 
 
 def check_at_most(name: str, count: int, most: int) -> None:

@@ -40,16 +40,20 @@ RECENT = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}
 
 
 def _option(values: Range, text: str, needs: str = "", *, default: Any = None) -> Any:
-    """A field of SamplingOptions: its range, help and default; ``needs``: an option without which it has no effect."""
-    return field(default=default, metadata={"expected": values[0], "holds": values[1], "help": text, "needs": needs})
+    """A field of SamplingOptions: its range, help and default; ``needs``: an option without which it has
+    no effect.
+    """
+    return field(
+        default=default, metadata={"expected": values[0], "holds": values[1], "help": text, "needs": needs}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
 
-    None is an option that was not given: :meth:`filled` says what holds then. A value outside its range is refused,
-    and an option that would have no effect.
+    None is an option that was not given: :meth:`filled` says what holds then. A value outside its range is
+    refused, and an option that would have no effect.
     """
 
     temp: float | None = _option(
@@ -61,25 +65,36 @@ class SamplingOptions:
         "temp",
     )
     min_p: float | None = _option(
-        FRACTION, "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.", "temp"
+        FRACTION,
+        "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.",
+        "temp",
     )
     min_tokens_to_keep: int = _option(
         COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p", default=1
     )
     top_k: int | None = _option(
-        NUMBER, "Sample from this many of the likeliest tokens; 0 or -1: all; default: the model's, else 0.", "temp"
+        NUMBER,
+        "Sample from this many of the likeliest tokens; 0 or -1: all; default: the model's, else 0.",
+        "temp",
     )
     xtc_probability: float = _option(
-        FRACTION, "How often to drop all likely tokens but the least likely of them; 0: never.", "temp", default=0.0
+        FRACTION,
+        "How often to drop all likely tokens but the least likely of them; 0: never.",
+        "temp",
+        default=0.0,
     )
     xtc_threshold: float | None = _option(
-        HALF, f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.", "xtc_probability"
+        HALF,
+        f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
+        "xtc_probability",
     )
     repetition_penalty: float | None = _option(
         DIVISOR, "Divide the logits of recent tokens by this; 1 or 0: off; default: the model's, else 1."
     )
     repetition_context_size: int | None = _option(COUNT, RECENT, "repetition_penalty")
-    presence_penalty: float = _option(FINITE, "Subtract this from the logits of recent tokens; 0: off.", default=0.0)
+    presence_penalty: float = _option(
+        FINITE, "Subtract this from the logits of recent tokens; 0: off.", default=0.0
+    )
     presence_context_size: int | None = _option(COUNT, RECENT, "presence_penalty")
     frequency_penalty: float = _option(
         FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off.", default=0.0
@@ -112,8 +127,9 @@ class SamplingOptions:
     def filled(self, of_the_model: Mapping[str, Any] | None = None) -> "SamplingOptions":
         """What is in force: these options and, where one was not given, the model's, else the neutral value.
 
-        Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1 where
-        that is none or 0. At temperature 0 the model's options, of :func:`read_model_sampling`, count for nothing.
+        Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1
+        where that is none or 0. At temperature 0 the model's options, of :func:`read_model_sampling`, count
+        for nothing.
         """
         model = of_the_model or {}
         temp = model.get("temp", 0.0) if self.temp is None else self.temp
@@ -125,8 +141,12 @@ class SamplingOptions:
                 found[name] = model.get(name, neutral) if temp or name not in NEEDS_TEMP else neutral
         return replace(self, **found)
 
-    def build(self, vocab_size: int, special_tokens: Sequence[int] = ()) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for these options, which are :meth:`filled`; XTC spares the special tokens."""
+    def build(
+        self, vocab_size: int, special_tokens: Sequence[int] = ()
+    ) -> tuple[Sampler, list[LogitsProcessor]]:
+        """The sampler and processors for these options, which are :meth:`filled`; XTC spares the special
+        tokens.
+        """
         assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
         assert self.top_k is not None
         sampler: Sampler = greedy
@@ -227,14 +247,18 @@ def in_range(name: str, value: object) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and bool(option.metadata["holds"](value))
 
 
-def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: int | None = None) -> dict[str, float]:
+def read_model_sampling(
+    folder: Path, given: Collection[str] = (), vocab_size: int | None = None
+) -> dict[str, float]:
     """A model's own options by their names in SamplingOptions; empty where its folder says nothing.
 
-    ``do_sample: false`` is a temperature of 0, and so is one too small to divide by. ``do_sample: true`` without a
-    temperature is 1, as in transformers. A file without either, and without a temperature, asks for no sampling.
+    ``do_sample: false`` is a temperature of 0, and so is one too small to divide by. ``do_sample: true``
+        without a
+    temperature is 1, as in transformers. A file without either, and without a temperature, asks for no
+    sampling.
 
-    Of the names ``given`` the user has a value: the file's is not looked at. A top-k of ``vocab_size`` tokens, where
-    that is known, leaves nothing out, and becomes 0.
+    Of the names ``given`` the user has a value: the file's is not looked at. A top-k of ``vocab_size``
+    tokens, where that is known, leaves nothing out, and becomes 0.
     """
     path = folder / FILE
     raw = read_optional(path)
@@ -251,7 +275,9 @@ def read_model_sampling(folder: Path, given: Collection[str] = (), vocab_size: i
             value = 0.0
         if not in_range(name, value):
             expected = OPTIONS[name].metadata["expected"]
-            raise ModelError(f"{path}: {key} is {shown(value)}; expected {expected}; an option of yours overrides it")
+            raise ModelError(
+                f"{path}: {key} is {shown(value)}; expected {expected}; an option of yours overrides it"
+            )
         found[name] = without_off(name, value)
     if vocab_size is not None and found.get("top_k", 0) >= vocab_size:
         found["top_k"] = 0

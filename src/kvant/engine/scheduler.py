@@ -35,21 +35,24 @@ class Counts(NamedTuple):
 class Scheduler:
     """Requests of one model and one pool. There is no thread in it: :meth:`step` computes.
 
-    Requests are admitted first come, first served, one at a time: the next one when the last one's prompt was fed, its
-    pages are free and the batch has room. Nothing passes it, so that none waits for ever. All its pages are reserved
+    Requests are admitted first come, first served, one at a time: the next one when the last one's prompt was
+    fed, its pages are free and the batch has room. Nothing passes it, so that none waits for ever. All its
+    pages are reserved
     then: nothing is preempted and nothing runs out.
 
-    In a step every answer that runs gets one token. One that has ended, or was cancelled, leaves at once, and its pages
-    are free. Then one chunk of that prompt is fed, and whole short prompts behind it: 128 tokens together at most, or
-    ``prefill_step_size`` where nothing ran; twice, before the answers that begin so go on. The last chunk of a prompt
-    gives its answers their first tokens. Whole pages of prompts and answers are shared with later requests of the same
-    salt.
+    In a step every answer that runs gets one token. One that has ended, or was cancelled, leaves at once, and
+    its pages are free. Then one chunk of that prompt is fed, and whole short prompts behind it: 128 tokens
+    together at most, or ``prefill_step_size`` where nothing ran; twice, before the answers that begin so go
+    on. The last chunk of a prompt gives its answers their first tokens. Whole pages of prompts and answers
+    are shared with later requests of the same salt.
 
-    Where answers draft, a step feeds their drafts too, and of the others as many tokens that do not count. An answer
-    gets as many tokens as were drafted rightly, and one more.
+    Where answers draft, a step feeds their drafts too, and of the others as many tokens that do not count. An
+    answer gets as many tokens as were drafted rightly, and one more.
 
-    Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests. Every step has
-    ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are shared.
+    Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests.
+        Every step has
+    ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are
+    shared.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class Scheduler:
     ) -> None:
         """For a model and its pool, which serves nobody else.
 
-        ``max_batch``: answers that run at once, at most. ``max_queue``: requests that wait, at most; None: any number.
+        ``max_batch``: answers that run at once, at most. ``max_queue``: requests that wait, at most; None:
+            any number.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -71,10 +75,13 @@ class Scheduler:
         if max_queue is not None:
             check_count("max_queue", max_queue)
         if deterministic and pool.prefill_step_size < CHUNK:
-            raise ValueError(f"deterministic feeds {CHUNK} tokens at once; the pool takes {pool.prefill_step_size}")
+            raise ValueError(
+                f"deterministic feeds {CHUNK} tokens at once; the pool takes {pool.prefill_step_size}"
+            )
         if deterministic and not pool.attends_apart:
             raise ValueError(
-                f"deterministic is not possible with {model.config.model_type}: it reads the padded tokens of all "
+                f"deterministic is not possible with {model.config.model_type}: it reads the padded tokens "
+                f"of all "
                 "sequences at once, so that rounding goes with their lengths"
             )
         self._model, self._pool = model, pool
@@ -109,12 +116,16 @@ class Scheduler:
 
     @property
     def drafts(self) -> DraftCounts:
-        """What drafts did for all answers, whose steps are counted one by one. Another thread must not ask."""
+        """What drafts did for all answers, whose steps are counted one by one. Another thread must not
+        ask.
+        """
         return replace(self._decoder.counts)
 
     @property
     def held(self) -> list[tuple[Request, int, PoolSequence]]:
-        """Every answer whose pages are reserved: its request, number and sequence. Another thread must not ask."""
+        """Every answer whose pages are reserved: its request, number and sequence. Another thread must not
+        ask.
+        """
         found = [(answer.work.request, answer.number, answer.sequence) for answer in self._running]
         if (work := self._prompt) is not None:
             found += [(work.request, number, each) for number, each in enumerate(work.sequences)]
@@ -124,7 +135,9 @@ class Scheduler:
         """What the pool can serve, or an error; any thread may call it."""
         check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
         if isinstance(request.drafts, ModelDrafts):
-            raise ArgumentError("draft_model", "is given for a single sequence; expected what beside makes of it")
+            raise ArgumentError(
+                "draft_model", "is given for a single sequence; expected what beside makes of it"
+            )
         return Work(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
     def submit(self, request: Request | Work) -> None:
@@ -134,7 +147,8 @@ class Scheduler:
             raise ValueError("the request was submitted before and has not ended; expected another one")
         if self._max_queue is not None and (waiting := len(self._waiting)) >= self._max_queue:
             raise QueueFullError(
-                f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try again later"
+                f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try "
+                f"again later"
             )
         self._under_way[work.request] = work
         self._waiting.append(work)
@@ -156,12 +170,13 @@ class Scheduler:
     def step(self) -> list[Token]:
         """Do one step. Returns the tokens that are new.
 
-        Errors of a request, or of the model, end the requests they belong to. An interruption ends all: every sequence
-        is released. Where it came in the middle of the pool's bookkeeping, a page may stay taken.
+        Errors of a request, or of the model, end the requests they belong to. An interruption ends all: every
+        sequence is released. Where it came in the middle of the pool's bookkeeping, a page may stay taken.
         """
         check_process()
         try:
-            # In this order the first two tokens of an answer come from two steps, each as soon as it is there.
+            # In this order the first two tokens of an answer come from two steps, each as soon as it is
+            # there.
             started = time.perf_counter()
             if not self._running:
                 self._burst = BURST * max(CHUNK, self._pool.prefill_step_size)
@@ -218,7 +233,9 @@ class Scheduler:
             self._free_when_full, self._prompt = None, work
 
     def _feed_prompts(self) -> None:
-        """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of tokens."""
+        """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of
+        tokens.
+        """
         most = room = min(self._burst, max(CHUNK, self._pool.prefill_step_size)) or CHUNK
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
@@ -250,9 +267,9 @@ class Scheduler:
     def _decode(self) -> None:
         """One token of every answer that runs.
 
-        Where nothing has to see a token before the next one is sampled, the next step is built while this one is
-        computed. It is queued when this one's tokens were read: before that it would find the pool's arrays in use, and
-        MLX would copy them.
+        Where nothing has to see a token before the next one is sampled, the next step is built while this one
+        is computed. It is queued when this one's tokens were read: before that it would find the pool's
+        arrays in use, and MLX would copy them.
         """
         if not self._running:
             self._queued = None
@@ -277,7 +294,9 @@ class Scheduler:
             self._queued = None
 
     def _computed(self) -> tuple[Step, list[Picked | Exception] | None, Step | None]:
-        """A step, committed unless it verifies drafts; the tokens sampled in it; the next step, if it was begun."""
+        """A step, committed unless it verifies drafts; the tokens sampled in it; the next step, if it was
+        begun.
+        """
         step, self._queued = self._queued, None
         if step is not None and step.error is not None:
             raise step.error
@@ -292,8 +311,8 @@ class Scheduler:
         following = picked = None
         if step.drafts is None:
             step.batch.commit(ids=[answer.tokens[-1:] for answer in step.answers])
-            # The answers of a prompt that is being fed are to be in the next step; a draft follows what is read.
-            # A step that computes while it is built would keep this one's tokens back.
+            # The answers of a prompt that is being fed are to be in the next step; a draft follows what is
+            # read. A step that computes while it is built would keep this one's tokens back.
             at_once = self._model.computes_at_once or step.batch.computes_at_once
             may_begin = self._prompt is None and not at_once
             if may_begin and not self._decoder.may_draft(drafting):
@@ -343,7 +362,9 @@ class Scheduler:
                 self._under_way.pop(token.request, None)
 
     def _leave(self, answer: Answer) -> tuple[ModelCache | None, Exception | None]:
-        """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or an error."""
+        """Take an answer out of the batch; its pages are free. Returns its cache, where one is wanted, or
+        an error.
+        """
         self._running.remove(answer)
         sequence, work = answer.sequence, answer.work
         try:
@@ -368,7 +389,8 @@ class Scheduler:
         self, work: Work, reason: FinishReason, numbers: Collection[int], error: BaseException | None = None
     ) -> None:
         """End answers of a request before their time."""
-        if isinstance(error, StopIteration):  # whoever iterates an answer would take it for its end, as PEP 479 says
+        # whoever iterates an answer would take it for its end, as PEP 479 says
+        if isinstance(error, StopIteration):
             error = RuntimeError("a sampler, logits processor or progress raised StopIteration")
         for number in sorted(numbers):
             cache = None

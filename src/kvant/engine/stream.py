@@ -28,12 +28,13 @@ class GenerationResponse:
         prompt_tokens: tokens of the prompt that were fed; 0 for further answers to it.
         prompt_tps: prompt tokens per second, until the first token was ready, waiting included.
         generation_tokens: tokens generated so far, this one included.
-        generation_tps: tokens per second, excluding the first token, which prompt_tps covers; 0.0 for the first.
+        generation_tps: tokens per second, excluding the first token, which prompt_tps covers; 0.0 for the
+            first.
         peak_memory: most memory MLX held so far, in GB (1e9 bytes).
         finish_reason: None until the last response: "stop" (end-of-text token or stop string), "length"
             (max_tokens), "context" (the reserved context is full).
-        latency_ms: milliseconds since the previous token was ready, what the caller did in between included; for the
-            first token, since the call.
+        latency_ms: milliseconds since the previous token was ready, what the caller did in between included;
+            for the first token, since the call.
         drafts: what drafts did so far, for all answers; None: there are none.
         number: of the request, from 0; of a batch.
         answer: which of the request's answers, from 0.
@@ -68,8 +69,8 @@ class Wanted:
     request: Request
     stop: Sequence[str] = ()  # strings; a text ends before the first of them
     stop_sequences: Sequence[Sequence[int]] = ()  # token ids in a row; an answer ends with the first of them
-    # called with an answer's tokens when the context is full. It returns what makes the request that goes on with it,
-    # which is called when a further token is asked for; None: there is none
+    # called with an answer's tokens when the context is full. It returns what makes the request that goes on
+    # with it, which is called when a further token is asked for; None: there is none
     following: Callable[[list[int]], Callable[[], Request] | None] | None = None
 
 
@@ -77,7 +78,8 @@ class _Answer:
     """An answer under way."""
 
     def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
-        self.last: GenerationResponse | None = None  # where its text ended it; the scheduler has yet to say so
+        # where its text ended it; the scheduler has yet to say so
+        self.last: GenerationResponse | None = None
         self.after = 0  # tokens behind that, which came with it
         self.following: Callable[[], Request] | None = None  # what goes on with it after its last token
         self._number, self._wanted = number, wanted
@@ -92,7 +94,9 @@ class _Answer:
         self._tokens.append(token.token)
         count = len(self._tokens)
         wanted, reason = self._wanted, token.finish_reason
-        if wanted.stop_sequences and any(self._tokens[-len(row) :] == list(row) for row in wanted.stop_sequences):
+        if wanted.stop_sequences and any(
+            self._tokens[-len(row) :] == list(row) for row in wanted.stop_sequences
+        ):
             reason = "stop"
         text = "" if reason == "stop" else self._text.add(token.token)
         self.following = None
@@ -131,10 +135,11 @@ class _Answer:
 def responses(
     scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer, started: float | None = None
 ) -> Generator[GenerationResponse, None, None]:
-    """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none waits.
+    """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none
+    waits.
 
-    The first is submitted now, so that what is refused is refused now. A stream that is left before its end, or fails,
-    leaves nothing under way. ``started``: the ``time.perf_counter()`` of the call; None: now.
+    The first is submitted now, so that what is refused is refused now. A stream that is left before its end,
+    or fails, leaves nothing under way. ``started``: the ``time.perf_counter()`` of the call; None: now.
     """
     began = time.perf_counter() if started is None else started
     pending = deque(enumerate(wanted))

@@ -31,7 +31,13 @@ class Work:
     """A request that a pool can serve, and how far it is."""
 
     def __init__(
-        self, request: Request, model: LanguageModel, pool: Pool | ModelCache, max_batch: int, *, is_exact: bool = False
+        self,
+        request: Request,
+        model: LanguageModel,
+        pool: Pool | ModelCache,
+        max_batch: int,
+        *,
+        is_exact: bool = False,
     ) -> None:
         """Check what the pool can serve once everything else is gone. Any thread may.
 
@@ -55,7 +61,9 @@ class Work:
         self.processors = tuple(each for each in request.logits_processors if not isinstance(each, Grammar))
         check_options(self.sampler, self.processors, vocab_size)
         # sampling calls functions of the caller's
-        self.calls_out = not is_ours(self.sampler) or any(not isinstance(each, KINDS) for each in self.processors)
+        self.calls_out = not is_ours(self.sampler) or any(
+            not isinstance(each, KINDS) for each in self.processors
+        )
         self.stop_tokens = frozenset(request.stop_tokens)
         if not all(type(token) is int for token in self.stop_tokens):
             raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
@@ -67,32 +75,49 @@ class Work:
             self.cache = model.check_cache(request.cache)
             mx.eval(self.cache.arrays)  # another thread could not compute what this one left undone
             self.ids, self.held = self.cache.ids[0] + self.ids, self.cache.offset
-            if self.processors and max(self.ids) >= vocab_size:  # of a file; processors read logits at these places
-                raise ValueError(f"the cache holds token {max(self.ids)}; the model knows 0 to {vocab_size - 1}")
+            # of a file; processors read logits at these places
+            if self.processors and max(self.ids) >= vocab_size:
+                raise ValueError(
+                    f"the cache holds token {max(self.ids)}; the model knows 0 to {vocab_size - 1}"
+                )
         ids, context = self.ids, context_limit(model, pool.max_seq_len)
         assert context is not None
         if len(ids) > context:
-            begun = pool.offset if isinstance(pool, ModelCache) and ids[: pool.offset] == pool.ids[0] else self.held
+            begun = (
+                pool.offset
+                if isinstance(pool, ModelCache) and ids[: pool.offset] == pool.ids[0]
+                else self.held
+            )
             used = f", {begun} of them used" if begun else ""
-            raise ContextError(f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}")
+            raise ContextError(
+                f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}"
+            )
         # One more than there is room for: the last one is sampled and not fed.
         room = context - len(ids) + 1
-        self.limit = room if request.max_tokens == -1 else min(room, request.max_tokens)  # tokens of an answer at most
-        self.full: FinishReason = "length" if self.limit == request.max_tokens else "context"  # why it ends there
-        self.reserved = min(len(ids) + self.limit, context)  # tokens that the sequence of each answer has room for
-        needed = pool.pages_needed(self.reserved) + (request.answers - 1) * pool.pages_needed(self._own_tokens(pool))
+        # tokens of an answer at most
+        self.limit = room if request.max_tokens == -1 else min(room, request.max_tokens)
+        # why it ends there
+        self.full: FinishReason = "length" if self.limit == request.max_tokens else "context"
+        # tokens that the sequence of each answer has room for
+        self.reserved = min(len(ids) + self.limit, context)
+        needed = pool.pages_needed(self.reserved) + (request.answers - 1) * pool.pages_needed(
+            self._own_tokens(pool)
+        )
         if needed > pool.num_pages:
             raise ContextError(
-                f"{len(ids)} tokens of a prompt and {request.answers} answers of up to {self.limit} need {needed} "
+                f"{len(ids)} tokens of a prompt and {request.answers} answers of up to {self.limit} need "
+                f"{needed} "
                 f"pages of {pool.page_size} tokens; the pool has {pool.num_pages}"
             )
         self.unit = CHUNK if is_exact else 1
-        self.places, self.heads = _places(ids, self.stop_tokens, pool.checkpoints, self.unit)  # chunks end there
+        # chunks end there
+        self.places, self.heads = _places(ids, self.stop_tokens, pool.checkpoints, self.unit)
         self.open = set(range(request.answers))  # the numbers of the answers that have not ended
         self.sequences: list[PoolSequence] = []  # reserved for its answers until they run; the first is fed
         self.start = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
         self.cached = 0  # of these, those of the prompt
-        self.exact = 0  # tokens at the beginning that whole chunks of 128 computed, here or where they are shared from
+        # tokens at the beginning that whole chunks of 128 computed, here or where they are shared from
+        self.exact = 0
         self.miss = ""  # why no more was shared, as of :class:`Token`
         self.fetches = 0  # times that something was read from disk
         self.read: list[Picked] = []  # tokens of the prompt behind the first, where they are wanted
@@ -114,7 +139,9 @@ class Work:
         return max(1, self.reserved - shared)
 
     def fetch(self, pool: Pool | ModelCache) -> bool:
-        """Read a part of its beginning from disk. Returns whether there is more; not for ever, if others need pages."""
+        """Read a part of its beginning from disk. Returns whether there is more; not for ever, if others
+        need pages.
+        """
         if not isinstance(pool, Pool) or pool.disk is None or not pool.fits(self.reserved):
             return False
         self.fetches += 1
@@ -151,10 +178,14 @@ class Work:
         alike = stored == self.ids[shared : shared + len(stored)]
         self.miss = "new" if not stored else "unkept" if alike else "differs"
         sent = self.ids[shared : shared + SAID]
-        logger.debug("%d of %d prompt tokens were stored; then %s, sent %s", shared, len(self.ids), stored[:SAID], sent)
+        logger.debug(
+            "%d of %d prompt tokens were stored; then %s, sent %s", shared, len(self.ids), stored[:SAID], sent
+        )
 
     def _add_head(self, pool: Pool) -> None:
-        """Have a checkpoint where the prompt and a stored text diverge, unless there is one not far before."""
+        """Have a checkpoint where the prompt and a stored text diverge, unless there is one not far
+        before.
+        """
         if not pool.checkpoints:
             return
         head = pool.num_stored(self.known, self.request.salt) // self.unit * self.unit
@@ -165,7 +196,9 @@ class Work:
             self.share(last_page=not self.is_exact, is_head=True)
 
     def feed(self, model: LanguageModel, pool: Pool | ModelCache, room: int) -> mx.array | None:
-        """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None before."""
+        """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None
+        before.
+        """
         ids, sequence = self.ids, self.sequences[0]
         start = sequence.length
         room = min(room, READ_LOGITS) if self.request.prompt_logprobs else room
@@ -195,9 +228,12 @@ class Work:
         if tell is not None:
             tell(end - self.start, len(ids) - self.start)
         is_place = end in self.places
-        # Its pages are given back, or its states lost, as it moves on; and a whole prompt at once would take long.
+        # Its pages are given back, or its states lost, as it moves on; and a whole prompt at once would take
+        # long.
         if pool.has_windows or is_place or pool.disk is not None:
-            self.share(last_page=is_place and not self.is_exact, mid_prompt=not is_place, is_head=end in self.heads)
+            self.share(
+                last_page=is_place and not self.is_exact, mid_prompt=not is_place, is_head=end in self.heads
+            )
         return logits
 
     def begin_answers(self) -> list["Answer"]:
@@ -258,7 +294,11 @@ class Answer:
         tokens: Sequence[int] | mx.array = self.tokens
         processors, position = self.work.processors, len(self.tokens) + len(after)
         if processors and isinstance(after, mx.array):
-            known = self._seen if self._seen is not None and self._seen.size == len(tokens) else mx.array(self.tokens)
+            known = (
+                self._seen
+                if self._seen is not None and self._seen.size == len(tokens)
+                else mx.array(self.tokens)
+            )
             tokens = self._seen = mx.concatenate([known, after.astype(known.dtype)])
         elif processors:
             tokens = [*tokens, *after]
@@ -297,18 +337,21 @@ class Answer:
 
     @property
     def waits(self) -> bool:
-        """Whether its token has to be known before the next one is sampled: a caller's error is nobody else's."""
+        """Whether its token has to be known before the next one is sampled: a caller's error is nobody
+        else's.
+        """
         return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.alone)
 
 
 def _places(
     ids: Sequence[int], stop_tokens: Collection[int], checkpoints: int, unit: int
 ) -> tuple[list[int], Collection[int]]:
-    """The places of a prompt, each a multiple of ``unit``, that later ones are likely to go on from; and its heads.
+    """The places of a prompt, each a multiple of ``unit``, that later ones are likely to go on from; and its
+    heads.
 
-    The end of its first turn, of system prompt and tools, and of its last two: an answer before may be written in
-    another way the next time. And some between, for a quarter of the checkpoints. A head is the end of a first turn
-    that is not the last one.
+    The end of its first turn, of system prompt and tools, and of its last two: an answer before may be
+    written in another way the next time. And some between, for a quarter of the checkpoints. A head is the
+    end of a first turn that is not the last one.
     """
     if not checkpoints:
         return [], ()

@@ -21,7 +21,8 @@ MAX_VALUE = 65504.0  # float16's largest
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter's part of an (out, in) matrix: it adds ``(down @ up)^T``, and may then give each row another norm.
+    """An adapter's part of an (out, in) matrix: it adds ``(down @ up)^T``, and may then give each row another
+    norm.
 
     If a layer has a matrix for each expert, arrays have an axis of experts first; LoRA alone has such.
     """
@@ -39,7 +40,9 @@ class Adapter:
     """
 
     def __init__(self, folder: Path, config: ModelConfig, wanted: Wanted) -> None:
-        """``folder``: as ``mlx_lm.lora`` writes it. ``config``: of the whole model, of which ``wanted`` is loaded."""
+        """``folder``: as ``mlx_lm.lora`` writes it. ``config``: of the whole model, of which ``wanted`` is
+        loaded.
+        """
         settings = _read_settings(folder, config.hidden_size, len(config.matrices()))
         tensors = TensorFiles(folder, [tensors_file(folder)])
         self._all_sum = wanted.all_sum
@@ -75,10 +78,11 @@ class Adapter:
         return fused
 
     def take(self, sizes: Mapping[str, int], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-        """Factors of the sum that is added to quantized matrices (path -> outputs) that lie side by side as one.
+        """Factors of the sum that is added to quantized matrices (path -> outputs) that lie side by side as
+        one.
 
-        They are ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks, stacked for experts. None:
-        nothing is added to any.
+        They are ``down`` (in, R) and ``up`` (R, sum of outputs), R the sum of the ranks, stacked for experts.
+        None: nothing is added to any.
         """
         low_ranks = {path: self._low_ranks.pop(path) for path in sizes if path in self._low_ranks}
         if not low_ranks:
@@ -87,7 +91,9 @@ class Adapter:
         for path, out in sizes.items():
             if path in low_ranks:
                 if low_ranks[path].magnitude is not None:
-                    raise ModelError(f"{path} is quantized; a DoRA adapter scales rows of floating-point matrices only")
+                    raise ModelError(
+                        f"{path} is quantized; a DoRA adapter scales rows of floating-point matrices only"
+                    )
                 up = low_ranks[path].up
                 sides = [(0, 0)] * (up.ndim - 1) + [(first, total - first - out)]
                 ups.append(mx.pad(up, sides))  # zero for the others
@@ -126,7 +132,9 @@ def _read_settings(folder: Path, max_rank: int, num_matrices: int) -> _Settings:
         raise ModelError(f"{folder}: no {CONFIG_FILE}; an adapter folder holds it beside {TENSORS_FILE}")
     raw = read_json(path)
     if "peft_type" in raw or (folder / "adapter_model.safetensors").exists():
-        raise ModelError(f"{folder}: an adapter in PEFT's format; expected mlx-lm's: {CONFIG_FILE} and {TENSORS_FILE}")
+        raise ModelError(
+            f"{folder}: an adapter in PEFT's format; expected mlx-lm's: {CONFIG_FILE} and {TENSORS_FILE}"
+        )
     kind = raw.get("fine_tune_type", "lora")
     if kind == "full":
         raise ModelError(
@@ -139,9 +147,13 @@ def _read_settings(folder: Path, max_rank: int, num_matrices: int) -> _Settings:
         raise ModelError(f"{path}: lora_parameters is {parameters!r}; expected an object with rank and scale")
     rank, num_layers = parameters.get("rank"), raw.get("num_layers")
     if type(rank) is not int or not 1 <= rank <= max_rank:
-        raise ModelError(f"{path}: rank is {rank!r}; expected an int from 1 to the model's hidden_size, {max_rank}")
+        raise ModelError(
+            f"{path}: rank is {rank!r}; expected an int from 1 to the model's hidden_size, {max_rank}"
+        )
     if type(num_layers) is not int:
-        raise ModelError(f"{path}: num_layers is {num_layers!r}; expected an int, the number of adapted layers")
+        raise ModelError(
+            f"{path}: num_layers is {num_layers!r}; expected an int, the number of adapted layers"
+        )
     scale = parameters.get("scale")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < abs(scale) <= MAX_SCALE:
         raise ModelError(f"{path}: scale is {scale!r}; expected a number other than 0, at most {MAX_SCALE:g}")
@@ -149,20 +161,28 @@ def _read_settings(folder: Path, max_rank: int, num_matrices: int) -> _Settings:
     if keys is not None and not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
         raise ModelError(f"{path}: keys is {str(keys)[:80]}; expected a list of module paths")
     if keys is not None and len(keys) > num_matrices:
-        raise ModelError(f"{path}: {len(keys)} keys; expected at most {num_matrices}, one a matrix of the model")
+        raise ModelError(
+            f"{path}: {len(keys)} keys; expected at most {num_matrices}, one a matrix of the model"
+        )
     return _Settings(kind, num_layers, rank, float(scale), None if keys is None else frozenset(keys))
 
 
-def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> dict[str, tuple[int | None, Parameter]]:
-    """The adapted matrices by path, and their layers. The file holds tensors for those adapter_config.json describes.
+def _targets(
+    tensors: TensorFiles, settings: _Settings, config: ModelConfig
+) -> dict[str, tuple[int | None, Parameter]]:
+    """The adapted matrices by path, and their layers. The file holds tensors for those adapter_config.json
+    describes.
 
-    As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them if that is not positive,
-    or from the model's root. Without keys any projection in these layers may be adapted, and the file says which.
+    As in mlx-lm, a key is a path inside each of the last ``num_layers`` layers, all of them if that is not
+    positive, or from the model's root. Without keys any projection in these layers may be adapted, and the
+    file says which.
     """
     rows = [(path, layer, row) for path, layer, row in config.parameters() if len(row.shape) > 1]
     most = len(rows) * len(PARTS[settings.kind])
     if len(tensors.names) > most:
-        raise CheckpointError(f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model")
+        raise CheckpointError(
+            f"{TENSORS_FILE}: {len(tensors.names)} tensors; expected at most {most} for this model"
+        )
     first = max(0, config.num_hidden_layers - settings.num_layers) if settings.num_layers > 0 else 0
     known = {path: (layer, row) for path, layer, row in rows}
     keys = {row.path for _, _, row in rows} if settings.keys is None else settings.keys
@@ -179,7 +199,9 @@ def _targets(tensors: TensorFiles, settings: _Settings, config: ModelConfig) -> 
         if path not in known:
             raise CheckpointError(f"adapter tensor {name}: the model has no matrix {path}")
         if path not in described:
-            raise CheckpointError(f"adapter tensor {name}: {CONFIG_FILE}'s num_layers and keys do not include {path}")
+            raise CheckpointError(
+                f"adapter tensor {name}: {CONFIG_FILE}'s num_layers and keys do not include {path}"
+            )
     # A tied head is no matrix.
     missing = sorted(described - paths - {config.architecture.head.path}) if settings.keys is not None else []
     if missing:
@@ -197,8 +219,12 @@ def _read_low_rank(
 
     def read(name: str, shape: Sequence[int], axis: int, *, outputs: bool) -> mx.array:
         """A tensor whose ``axis`` is the matrix's outputs, or its inputs."""
-        part = Part(axis, (share.range(config, row),)) if is_divided and divides_inputs(row) != outputs else None
-        return _bounded(f"{path}.{name}", tensors.take(f"{path}.{name}", tuple(shape), part=part).astype(mx.float32))
+        part = (
+            Part(axis, (share.range(config, row),)) if is_divided and divides_inputs(row) != outputs else None
+        )
+        return _bounded(
+            f"{path}.{name}", tensors.take(f"{path}.{name}", tuple(shape), part=part).astype(mx.float32)
+        )
 
     magnitude = None
     if experts:  # mlx-lm has their factors the other way round
@@ -215,11 +241,15 @@ def _read_low_rank(
     if settings.kind == "dora":
         magnitude = read("m", (out,), 0, outputs=True)
     sums_squares = is_divided and divides_inputs(row)
-    return LowRank(down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude, sums_squares)
+    return LowRank(
+        down, _bounded(f"{path}.lora_b times the scale", up * settings.scale), magnitude, sums_squares
+    )
 
 
 def _bounded(name: str, array: mx.array) -> mx.array:
     largest = mx.abs(array).max().item()
     if not largest <= MAX_VALUE:  # type: ignore[operator]  # not >, which is false for NaN
-        raise CheckpointError(f"adapter tensor {name} reaches {largest}; expected finite values up to {MAX_VALUE:g}")
+        raise CheckpointError(
+            f"adapter tensor {name} reaches {largest}; expected finite values up to {MAX_VALUE:g}"
+        )
     return array

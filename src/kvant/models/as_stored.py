@@ -1,4 +1,6 @@
-"""What a checkpoint's tensors say better than its config.json: the output head, and formats of single matrices."""
+"""What a checkpoint's tensors say better than its config.json: the output head, and formats of single
+matrices.
+"""
 
 import warnings
 from dataclasses import replace
@@ -13,7 +15,9 @@ PARTS = ("weight", "scales", "biases")  # the tensors that a matrix may have, qu
 
 
 def open_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, as :func:`as_stored`; whether they fit is not checked yet."""
+    """The config and the tensors of a model folder, as :func:`as_stored`; whether they fit is not checked
+    yet.
+    """
     config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
     return as_stored(config, tensors), tensors
 
@@ -21,8 +25,8 @@ def open_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
 def as_stored(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
     """Return the config that the tensors show; ``tie_word_embeddings`` is then a bool.
 
-    Data is read only if a head is stored that config.json ties: one that differs from the embedding is the model's
-    own, as in transformers. A head without an embedding is renamed to be the embedding.
+    Data is read only if a head is stored that config.json ties: one that differs from the embedding is the
+    model's own, as in transformers. A head without an embedding is renamed to be the embedding.
     """
     return _with_formats(_with_head(config, tensors), tensors)
 
@@ -54,14 +58,17 @@ def _with_head(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
 def warn_of_head(name: str) -> None:
     """Warn that a head is used that config.json says is none."""
     warnings.warn(
-        f"config.json ties the output head to the embedding, but {name} is stored too and differs; it is used. "
+        f"config.json ties the output head to the embedding, but {name} is stored too and differs; it is "
+        f"used. "
         'Set "tie_word_embeddings": false to say so',
         stacklevel=2,
     )
 
 
 def _with_formats(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
-    """Give each quantized matrix that config.json does not name the format that its shapes tell, as mlx-lm does."""
+    """Give each quantized matrix that config.json does not name the format that its shapes tell, as mlx-lm
+    does.
+    """
     if config.quantization is None:
         return config
     formats = dict(config.quantization_overrides)
@@ -77,10 +84,14 @@ def _with_formats(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
 
 
 def _stored_format(tensors: TensorFiles, path: str, width: int) -> Quantization | None:
-    """The format of a matrix with rows of ``width`` values; None: it is not quantized, or in none of MLX's formats."""
+    """The format of a matrix with rows of ``width`` values; None: it is not quantized, or in none of MLX's
+    formats.
+    """
     parts = stored_parts(path, tensors)
     in_bytes = "scales" in parts and tensors.dtype(f"{path}.scales") == "U8"
-    if parts != (PARTS[:2] if in_bytes else PARTS) or not all(tensors.shape(f"{path}.{part}") for part in parts):
+    if parts != (PARTS[:2] if in_bytes else PARTS) or not all(
+        tensors.shape(f"{path}.{part}") for part in parts
+    ):
         return None
     words, groups = (tensors.shape(f"{path}.{part}")[-1] for part in PARTS[:2])
     return format_of_shapes(width, words, groups, in_bytes=in_bytes)

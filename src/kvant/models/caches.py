@@ -34,14 +34,20 @@ def check_memory(max_seq_len: int, num_bytes: int) -> None:
     """Raise a ContextError unless this machine has the bytes that a cache of so many tokens needs."""
     if num_bytes > (memory := physical_memory()):
         raise ContextError(
-            f"a cache of {max_seq_len} tokens needs {format_bytes(num_bytes)}; this machine has {format_bytes(memory)}"
+            f"a cache of {max_seq_len} tokens needs {format_bytes(num_bytes)}; this machine has "
+            f"{format_bytes(memory)}"
         )
 
 
 def check_cache(
-    cache: Sequence[KVCache], config: ModelConfig, identity: Identity | None, make_cache: Callable[..., ModelCache]
+    cache: Sequence[KVCache],
+    config: ModelConfig,
+    identity: Identity | None,
+    make_cache: Callable[..., ModelCache],
 ) -> ModelCache:
-    """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it is."""
+    """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it
+    is.
+    """
     if isinstance(cache, PromptCacheFile):
         cache = cache.taken(make_cache)
     if isinstance(cache, ModelCache) and cache.pool.made_for is config:
@@ -65,14 +71,22 @@ def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
     for number, (own, window) in enumerate(zip(formats, config.windows, strict=True)):
         given = (own.num_kv_heads, own.head_dim)
         if given != (expected := (config.num_key_value_heads, config.head_dim)):
-            raise ValueError(f"layer {number} of the pool has kv heads and a head_dim of {given}; expected {expected}")
+            raise ValueError(
+                f"layer {number} of the pool has kv heads and a head_dim of {given}; expected {expected}"
+            )
         if own.window != narrow_window(window, batch.pool.max_seq_len):
-            raise ValueError(f"layer {number} of the pool has a window of {own.window}; the model's has {window}")
+            raise ValueError(
+                f"layer {number} of the pool has a window of {own.window}; the model's has {window}"
+            )
     return batch
 
 
-def layer_choice(config: ModelConfig, options: CacheOptions, layer: int, pairs: Sequence[int] | None) -> LayerChoice:
-    """Return how a layer stores its tokens; its keys are not rotated if biases of some rotary pairs are split off."""
+def layer_choice(
+    config: ModelConfig, options: CacheOptions, layer: int, pairs: Sequence[int] | None
+) -> LayerChoice:
+    """Return how a layer stores its tokens; its keys are not rotated if biases of some rotary pairs are
+    split off.
+    """
     return options.layer(layer, can_rotate=not pairs and can_rotate(config.head_dim))
 
 
@@ -87,10 +101,11 @@ def pool_format(
     layer: int = 0,
     balanced: bool = False,
 ) -> LayerFormat:
-    """How a layer, with its number in the whole model, stores tokens in a pool. A window no sequence outgrows is none.
+    """How a layer, with its number in the whole model, stores tokens in a pool. A window no sequence outgrows
+    is none.
 
-    At 0 bits they keep ``dtype``. ``pairs``: the rotary pairs of its bias split; None: there is none. ``balanced``: its
-    norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
+    At 0 bits they keep ``dtype``. ``pairs``: the rotary pairs of its bias split; None: there is none.
+    ``balanced``: its norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
     """
     options = options.fitted(config.head_dim)
     options.check_head(config.head_dim)
@@ -148,5 +163,7 @@ def pool_size(
 
 
 def longest_sequence(config: LanguageModelConfig, tokens: int, max_seq_len: int | None) -> int:
-    """Tokens that a sequence of a pool can have: ``max_seq_len``, or all of the pool's, at most the context."""
+    """Tokens that a sequence of a pool can have: ``max_seq_len``, or all of the pool's, at most the
+    context.
+    """
     return min(tokens, config.max_position_embeddings or tokens) if max_seq_len is None else max_seq_len

@@ -39,15 +39,18 @@ Progress = Callable[[int, int], None]
 def load_decoder(
     folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, unpack: bool = False
 ) -> Decoder:
-    """Load a model folder: config.json and model.safetensors, or shards, which an index names or their own names.
+    """Load a model folder: config.json and model.safetensors, or shards, which an index names or their own
+    names.
 
-    On a GPU activations have the checkpoint's dtype. On a CPU they have float32: it multiplies half precision many
-    times slower. Quantized weights keep their bits; their scales and biases get the dtype of the activations.
+    On a GPU activations have the checkpoint's dtype. On a CPU they have float32: it multiplies half precision
+    many times slower. Quantized weights keep their bits; their scales and biases get the dtype of the
+    activations.
 
     Args:
         progress: called with (layers loaded, layers in all).
-        adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point matrices as they
-            are loaded. Quantized matrices keep their bits, and its low rank stays beside them.
+        adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point
+            matrices as they are loaded. Quantized matrices keep their bits, and its low rank stays beside
+            them.
         unpack: hold quantized matrices, but those of experts, as the floats that their numbers stand for.
     """
     return Decoder(load_part(folder, progress=progress, adapter=adapter, unpack=unpack))
@@ -71,7 +74,8 @@ def load_part(
         share: of :func:`kvant.models.share.shares`; None: all of each layer.
         layers: numbers of the rank's layers; None: all.
         embedding, head: it embeds tokens; it has the output head and the norm before it.
-        all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an adapter.
+        all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an
+            adapter.
         progress: counts the rank's layers.
         unpack: as of :func:`load_decoder`.
     """
@@ -96,7 +100,8 @@ def load_part(
 
 
 def check_folder(folder: Path, *, whole: bool = True) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been read.
+    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been
+    read.
 
     ``whole``: this machine is to have memory for all of it.
     """
@@ -114,7 +119,9 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
         expected |= own
     head = config.architecture.head.path
     tied = {f"{head}.{part}" for part in PARTS} if config.tie_word_embeddings else set()
-    extra = sorted(name for name in tensors.names - expected.keys() - tied if not name.endswith(IGNORED_SUFFIXES))
+    extra = sorted(
+        name for name in tensors.names - expected.keys() - tied if not name.endswith(IGNORED_SUFFIXES)
+    )
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise CheckpointError(f"unexpected tensor {extra[0]}{more}; config.json describes a model without it")
@@ -144,8 +151,12 @@ def adds_bias(row: Parameter, share: Share) -> bool:
     return share.rank == 0 or not divides_inputs(row)
 
 
-def _stored_parameters(config: ModelConfig, tensors: TensorFiles) -> Iterator[tuple[Parameter, int | None, Expected]]:
-    """Each parameter's row of the table, its layer (None: it is in none), and its tensors as they are to be stored."""
+def _stored_parameters(
+    config: ModelConfig, tensors: TensorFiles
+) -> Iterator[tuple[Parameter, int | None, Expected]]:
+    """Each parameter's row of the table, its layer (None: it is in none), and its tensors as they are to
+    be stored.
+    """
     tied, head = config.tie_word_embeddings, config.architecture.head
     for path, layer, row in config.parameters():
         if len(row.shape) == 1:
@@ -153,11 +164,17 @@ def _stored_parameters(config: ModelConfig, tensors: TensorFiles) -> Iterator[tu
         elif row != head or not tied:
             own = stored_otherwise(config, tensors, path, row)
             bias = {f"{path}.bias": (config.shape(row)[:1], FLOATS)} if row.bias in config.biases else {}
-            yield row, layer, {**(_stored(config, tensors, path, config.shape(row)) if own is None else own), **bias}
+            yield (
+                row,
+                layer,
+                {**(_stored(config, tensors, path, config.shape(row)) if own is None else own), **bias},
+            )
 
 
 def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[int, ...]) -> Expected:
-    """The tensors of an (out, in) matrix, or of a stack of them: its weight, or quantized weight, scales and biases."""
+    """The tensors of an (out, in) matrix, or of a stack of them: its weight, or quantized weight, scales
+    and biases.
+    """
     *out, width = size
     if f"{path}.scales" not in tensors:
         return {f"{path}.weight": (size, FLOATS)}
@@ -216,8 +233,12 @@ class _Builder:
 
     def check_formats(self) -> None:
         """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
-        stored = [(path, size) for path, size in self.config.matrices().items() if f"{path}.scales" in self.tensors]
-        for quantization, experts in {(self.config.quantization_of(path), len(size) > 2) for path, size in stored}:
+        stored = [
+            (path, size) for path, size in self.config.matrices().items() if f"{path}.scales" in self.tensors
+        ]
+        for quantization, experts in {
+            (self.config.quantization_of(path), len(size) > 2) for path, size in stored
+        }:
             if quantization is not None:
                 check_device(quantization, gathers=experts)
 
@@ -260,7 +281,8 @@ class _Builder:
         )
 
     def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None, bool]:
-        """The norms of an attention's queries and keys: of each head by itself, or of all of a token's together.
+        """The norms of an attention's queries and keys: of each head by itself, or of all of a token's
+        together.
 
         They are balanced; the last result says whether that changed them.
         """
@@ -273,14 +295,20 @@ class _Builder:
         if rows[0].shape != ("head",):
             return None, (query, key), changed
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        return mx.concatenate([mx.broadcast_to(query, (H, 1, D)), mx.broadcast_to(key, (K, 1, D))]), None, changed
+        return (
+            mx.concatenate([mx.broadcast_to(query, (H, 1, D)), mx.broadcast_to(key, (K, 1, D))]),
+            None,
+            changed,
+        )
 
     def _norm(self, prefix: str, row: Parameter) -> mx.array:
         return self._vector(f"{prefix}{row.path}.weight", row)
 
     def _vector(self, name: str, row: Parameter) -> mx.array:
         shape = self.config.shape(row)[:1]
-        return self.tensors.take(name, shape, part=self.share.part(self.config, row, shape)).astype(self.dtype)
+        return self.tensors.take(name, shape, part=self.share.part(self.config, row, shape)).astype(
+            self.dtype
+        )
 
     def _linear(self, prefix: str, role: str) -> Linear:
         rows = self.config.architecture.of_role(role)
@@ -299,10 +327,14 @@ class _Builder:
             return (self._adapted(quantized_matrix(quantized), outputs),)
         if self.unpack and self.adapter is None and all(part.weight.ndim == 2 for part in parts):
             return (joined_matrix(parts, self.dtype),)
-        return tuple(self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, outputs, strict=True))
+        return tuple(
+            self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, outputs, strict=True)
+        )
 
     def _weights(self, prefix: str, rows: Sequence[Parameter]) -> list[mx.array]:
-        """Floating-point (out, in) matrices, or stacks of them, with the part that an adapter adds to each."""
+        """Floating-point (out, in) matrices, or stacks of them, with the part that an adapter adds to
+        each.
+        """
         weights = take_stacked(self.config, self.tensors, prefix, rows, self.share)
         if self.adapter is None:
             return weights
@@ -310,7 +342,9 @@ class _Builder:
         return [self.adapter.fuse(*one, self.dtype) for one in zip(paths, weights, strict=True)]
 
     def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, outputs: dict[str, int]) -> Matrix:
-        """A quantized matrix, of the matrices at these paths side by side, with the part that an adapter adds."""
+        """A quantized matrix, of the matrices at these paths side by side, with the part that an adapter
+        adds.
+        """
         if self.unpack and isinstance(matrix, QuantizedMatrix) and matrix.weight.ndim == 2:
             matrix = joined_matrix([matrix], self.dtype)
         factors = None if self.adapter is None else self.adapter.take(outputs, self.dtype)

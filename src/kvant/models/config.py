@@ -14,7 +14,12 @@ from kvant.models.quantization import Quantization, read_quantization
 from kvant.models.rope import Rope, read_rope
 
 # The keys of experts, and whether an architecture with experts reads them.
-_EXPERTS = {"num_experts": True, "num_local_experts": True, "num_experts_per_tok": True, "n_routed_experts": False}
+_EXPERTS = {
+    "num_experts": True,
+    "num_local_experts": True,
+    "num_experts_per_tok": True,
+    "n_routed_experts": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +34,15 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    max_position_embeddings: int | None  # the context limit in tokens; None: a cache's reservation is the only one
+    # the context limit in tokens; None: a cache's reservation is the only one
+    max_position_embeddings: int | None
     rms_norm_eps: float
     rope: Rope
     tie_word_embeddings: bool | None  # None: not said; then the head is tied if no lm_head is stored
     biases: frozenset[str]  # the flags of parameters, such as "attention_bias", that are on
     rotates: tuple[bool, ...]  # whether each layer turns its queries and keys to their positions
-    windows: tuple[int | None, ...]  # of each layer, the last tokens that a query sees, its own included; None: all
+    # of each layer, the last tokens that a query sees, its own included; None: all
+    windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None  # of every matrix; None: floating point
     # module path -> its own quantization, or None if it was left in floating point
@@ -62,12 +69,14 @@ class ModelConfig:
         heads = size(raw, "num_attention_heads")
         hidden = size(raw, "hidden_size")
         layers = size(raw, "num_hidden_layers", limit=4096)
-        # A key that is null does not take the default of one that is missing: kv heads are then as many as heads.
+        # A key that is null does not take the default of one that is missing: kv heads are then as many as
+        # heads.
         default_kv_heads = None if "num_key_value_heads" in raw else architecture.num_key_value_heads
         kv_heads = size(raw, "num_key_value_heads", default=default_kv_heads or heads)
         if heads % kv_heads:
             raise ModelError(
-                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+                f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
+                f"{kv_heads}"
             )
         head_dim = _head_dim(raw, architecture, hidden, heads)
         positions = size(raw, "max_position_embeddings", default=architecture.max_position_embeddings)
@@ -77,7 +86,9 @@ class ModelConfig:
         biases = _biases(raw, architecture)
         rotates = architecture.rotates(raw, layers)
         if "attention_bias" in biases and not all(rotates):
-            raise ModelError("config.json: attention_bias is true; supported with layers that do not rotate: false")
+            raise ModelError(
+                "config.json: attention_bias is true; supported with layers that do not rotate: false"
+            )
         quantization, overrides = read_quantization(raw)
         return cls(
             architecture=architecture,
@@ -129,7 +140,9 @@ class ModelConfig:
         return tuple(sizes[name] for name in parameter.shape)
 
     def parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
-        """Path, layer and row of the table of each parameter, in the order of the model; layer None: it is in none."""
+        """Path, layer and row of the table of each parameter, in the order of the model; layer None: it is
+        in none.
+        """
         table = self.architecture
         yield table.embedding.path, None, table.embedding
         for layer in range(self.num_hidden_layers):
@@ -141,14 +154,16 @@ class ModelConfig:
     def matrices(self) -> dict[str, tuple[int, ...]]:
         """Each matrix's module path and (outputs, inputs): those stored as ``path.weight``, quantized or not.
 
-        One for each expert is (experts, outputs, inputs); :mod:`kvant.models.stacking` has the other ways to store
-        them. The output head is among them even if it is tied: a tied checkpoint may still carry it.
+        One for each expert is (experts, outputs, inputs); :mod:`kvant.models.stacking` has the other ways to
+        store them. The output head is among them even if it is tied: a tied checkpoint may still carry it.
         """
         shapes = ((path, self.shape(row)) for path, _, row in self.parameters())
         return {path: shape for path, shape in shapes if len(shape) > 1}
 
     def quantization_of(self, path: str) -> Quantization | None:
-        """The quantization of the module at ``path``, such as ``model.layers.0.mlp.up_proj``; None: floating point."""
+        """The quantization of the module at ``path``, such as ``model.layers.0.mlp.up_proj``; None:
+        floating point.
+        """
         return self.quantization_overrides.get(path, self.quantization)
 
 
@@ -162,7 +177,9 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
         raise ModelError(f"config.json: architecture {given} is not supported; supported: {', '.join(types)}")
     for name in names:
         if types[name] != kind:
-            raise ModelError(f"config.json: architecture {name} with model_type {kind!r}; expected {types[name]!r}")
+            raise ModelError(
+                f"config.json: architecture {name} with model_type {kind!r}; expected {types[name]!r}"
+            )
     return ARCHITECTURES[kind]
 
 
@@ -171,12 +188,18 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture) -> N
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act is {shown(raw['hidden_act'])}; expected 'silu'")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"config.json: partial_rotary_factor is {shown(raw['partial_rotary_factor'])}; expected 1.0")
+        raise ModelError(
+            f"config.json: partial_rotary_factor is {shown(raw['partial_rotary_factor'])}; expected 1.0"
+        )
     if flag(raw, "rope_traditional"):
-        raise ModelError("config.json: rope_traditional is true; supported: false, pairs of p and p + head_dim / 2")
+        raise ModelError(
+            "config.json: rope_traditional is true; supported: false, pairs of p and p + head_dim / 2"
+        )
     for key, known in _EXPERTS.items():
         if raw.get(key) and not (known and architecture.experts):
-            raise ModelError(f"config.json: {key} is {shown(raw[key])}; {architecture.model_type} has no such experts")
+            raise ModelError(
+                f"config.json: {key} is {shown(raw[key])}; {architecture.model_type} has no such experts"
+            )
 
 
 def _biases(raw: Mapping[str, Any], architecture: Architecture) -> frozenset[str]:
@@ -191,7 +214,9 @@ def _head_dim(raw: Mapping[str, Any], architecture: Architecture, hidden: int, h
     default = None if "head_dim" in raw else architecture.head_dim
     if raw.get("head_dim") is None and architecture.head_dim is None:
         if hidden % heads:
-            raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+            raise ModelError(
+                f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+            )
         default = hidden // heads
     head_dim = size(raw, "head_dim", default=default)
     if head_dim % 2:
@@ -205,7 +230,8 @@ def _windows(raw: Mapping[str, Any], architecture: Architecture, layers: int) ->
     for layer_type in types:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise ModelError(
-                f"config.json: layer_types has {layer_type!r}; expected 'full_attention' or 'sliding_attention'"
+                f"config.json: layer_types has {layer_type!r}; expected 'full_attention' or "
+                f"'sliding_attention'"
             )
     if types and len(types) != layers:
         raise ModelError(f"config.json: layer_types has {len(types)} layers; num_hidden_layers is {layers}")

@@ -47,7 +47,8 @@ class Attention:
     qkv_proj: Linear
     qkv_bias: ProjectionBias | None
     head_norm: mx.array | None  # (H + K, 1, D) weights of an RMSNorm of each query and key head by itself
-    projection_norms: Pair | None  # (H D,) and (K D,), of an RMSNorm of a token's queries together, and of its keys
+    # (H D,) and (K D,), of an RMSNorm of a token's queries together, and of its keys
+    projection_norms: Pair | None
     o_proj: Linear
     rotates: bool  # queries and keys turn to their positions
     window: int | None  # the last tokens that a query sees, its own included; None: it sees all
@@ -106,7 +107,9 @@ class Block:
         return x + self._norm(fed, "after_mlp")
 
     def _summed(self, part: mx.array) -> mx.array:
-        """What is added to the stream, of attention or MLP; a rank's part of a layer gives an addend of it."""
+        """What is added to the stream, of attention or MLP; a rank's part of a layer gives an addend of
+        it.
+        """
         return part
 
     def _norm(self, x: mx.array, role: str) -> mx.array:
@@ -137,7 +140,8 @@ class DecoderParts:
 
     config: ModelConfig  # of the rank's model: its layers, heads and features
     dtype: mx.Dtype  # of activations
-    embed_tokens: Matrix | None  # None: the rank neither embeds tokens nor has a head that is tied to the embedding
+    # None: the rank neither embeds tokens nor has a head that is tied to the embedding
+    embed_tokens: Matrix | None
     layers: tuple[Block, ...]
     norm: mx.array | None  # before the output head; None: another rank has both
     lm_head: Matrix | None  # None: tied to the embedding, or another rank's
@@ -166,19 +170,20 @@ class Decoder:
 
         Args:
             inputs: (B, S) token ids: S new tokens of each of B sequences.
-            offset: tokens already in the cache: an int where all sequences have as many, or an integer array (B,).
-                It can only confirm the cache's own count, which None takes.
-            cache: from :meth:`make_cache`, or a batch of a pool from :meth:`make_pool`, appended to; None: plain causal
-                attention, nothing kept.
+            offset: tokens already in the cache: an int where all sequences have as many, or an integer array
+                (B,). It can only confirm the cache's own count, which None takes.
+            cache: from :meth:`make_cache`, or a batch of a pool from :meth:`make_pool`, appended to; None:
+                plain causal attention, nothing kept.
 
         Returns:
             (B, S, vocab) in the compute dtype.
 
         Raises:
-            ValueError: an offset that disagrees with the cache, a cache of other depth, ids that are not (B, S) or
-                not in the vocabulary.
+            ValueError: an offset that disagrees with the cache, a cache of other depth, ids that are not (B,
+                S) or not in the vocabulary.
             ContextError: more tokens than the cache has room for.
-            RuntimeError: another thread uses the cache, or this process was forked from one that had loaded a model.
+            RuntimeError: another thread uses the cache, or this process was forked from one that had loaded a
+                model.
         """
         check_process()
         check_ids(inputs, self.config.vocab_size)
@@ -195,12 +200,14 @@ class Decoder:
     def hidden_states(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
 
-        As :meth:`__call__`, but the step is left for ``cache.commit``, and ids are not looked at: one outside the
-        vocabulary would be read out of bounds.
+        As :meth:`__call__`, but the step is left for ``cache.commit``, and ids are not looked at: one outside
+        the vocabulary would be read out of bounds.
         """
         return self.states(inputs, *self.begin(inputs, offset, cache))
 
-    def begin(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> tuple[int | mx.array, Caches]:
+    def begin(
+        self, inputs: mx.array, offset: Offset = None, cache: Cached = None
+    ) -> tuple[int | mx.array, Caches]:
         """Begin a step, as :meth:`hidden_states` does. Returns what :meth:`states` takes beside the ids."""
         check_shape(inputs)
         if cache is None:
@@ -226,7 +233,9 @@ class Decoder:
         return rms_norm(self.through_layers(x, start, caches), self._norm, self.config.rms_norm_eps)
 
     def through_layers(self, x: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
-        """The stream (B, S, hidden) after all layers, from that before them; arguments as those of :meth:`states`."""
+        """The stream (B, S, hidden) after all layers, from that before them; arguments as those of
+        :meth:`states`.
+        """
         rotate = self._rotary.at(start, x.shape[1], self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rotate, cache)
@@ -275,7 +284,9 @@ class Decoder:
                 layer=number,
                 balanced=layer.self_attn.is_balanced,
             )
-            for number, layer, bias, window in zip(held_layers, self.layers, biases, self.config.windows, strict=True)
+            for number, layer, bias, window in zip(
+                held_layers, self.layers, biases, self.config.windows, strict=True
+            )
         ]
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
         sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints}
@@ -335,4 +346,9 @@ class Decoder:
     @property
     def arrays(self) -> list[mx.array]:
         head = [] if self._lm_head is None else self._lm_head.arrays
-        return [*self._embed_tokens.arrays, *(a for layer in self.layers for a in layer.arrays), self._norm, *head]
+        return [
+            *self._embed_tokens.arrays,
+            *(a for layer in self.layers for a in layer.arrays),
+            self._norm,
+            *head,
+        ]

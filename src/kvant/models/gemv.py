@@ -4,8 +4,8 @@ MLX multiplies one row by ``sgemm``, which copies the matrix into panels first. 
 3 to 12 GB/s, where ``sgemv`` reads 15 to 26 from one thread. MLX calls no ``sgemv``, so it is called
 here, between two evaluations: x is computed first, and the product is there when the call returns.
 
-Each row is multiplied by itself, so that it rounds alike whatever rows are beside it: a large matrix is multiplied in
-blocks of its inputs and parts of its outputs, which are the same for any number of rows.
+Each row is multiplied by itself, so that it rounds alike whatever rows are beside it: a large matrix is
+multiplied in blocks of its inputs and parts of its outputs, which are the same for any number of rows.
 """
 
 import ctypes
@@ -16,7 +16,8 @@ import mlx.core as mx
 from kvant import blas
 from kvant.operators.streams import cpu_cores, run_in_threads
 
-# MLX multiplies a matrix of this size as fast, because each evaluation takes 30 to 50 us (measured on 2 cores).
+# MLX multiplies a matrix of this size as fast, because each evaluation takes 30 to 50 us (measured on 2
+# cores).
 BREAK_EVEN_ELEMENTS = 320 * 1024
 BLOCK_ELEMENTS = 512 * 1024  # 2 MiB, with which all rows are multiplied while it is in the processor's cache
 BLOCK_INPUTS = 64  # a block has so many inputs, or a multiple; with 32 and 48 OpenBLAS read half as fast
@@ -34,8 +35,8 @@ def serves(x: mx.array, weight: mx.array) -> bool:
 def gemv_rows(x: mx.array, weight: mx.array) -> mx.array:
     """The product of rows (..., in) with a matrix (in, out), both float32: (..., out), evaluated.
 
-    A weight that does not lie in memory row by row is copied. :func:`serves` has said yes. It has a gradient, and is
-    MLX's own product inside of ``mx.compile`` and ``mx.vmap``.
+    A weight that does not lie in memory row by row is copied. :func:`serves` has said yes. It has a gradient,
+    and is MLX's own product inside of ``mx.compile`` and ``mx.vmap``.
     """
     return cast(mx.array, _product(x, weight))
 
@@ -91,7 +92,9 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
 
 
 @_product.vjp
-def _gradient(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+def _gradient(
+    primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
+) -> tuple[mx.array, mx.array]:
     x, weight = primals
     rows, cotangents = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
     return cotangent @ weight.T, rows.T @ cotangents

@@ -16,7 +16,8 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
 def identify(folder: Path, adapter: Path | None = None) -> Identity:
-    """Return the identity of a model folder: its config.json, tokenizer.json and weights, and an adapter's files.
+    """Return the identity of a model folder: its config.json, tokenizer.json and weights, and an adapter's
+    files.
 
     Call it before the weights are loaded. They are hashed when the model's digest is first read, unless
     :mod:`kvant.digests` remembers them; that raises a CheckpointError if a file was changed since this call.

@@ -1,4 +1,6 @@
-"""What the engine, the tools and the commands know of a model: :class:`kvant.models.Decoder`, or a bridged one."""
+"""What the engine, the tools and the commands know of a model: :class:`kvant.models.Decoder`, or a bridged
+one.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol, Unpack
@@ -68,7 +70,9 @@ class LanguageModel(Protocol):
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether a step is computed while its graph is built: then nothing is gained by building two at a time."""
+        """Whether a step is computed while its graph is built: then nothing is gained by building two at a
+        time.
+        """
 
     @property
     def last_token_alone(self) -> bool:
@@ -78,7 +82,9 @@ class LanguageModel(Protocol):
         """
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """Logits (B, S, vocab) of every position of (B, S) ids. The step is committed; see :class:`Decoder`."""
+        """Logits (B, S, vocab) of every position of (B, S) ids. The step is committed; see
+        :class:`Decoder`.
+        """
 
     def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads. Evaluating the arrays computes it.
@@ -108,8 +114,8 @@ class LanguageModel(Protocol):
             fields: kv_bits, kv_group_size, bias_split and kernels, of :class:`kvant.cache.CacheOptions`.
 
         Raises:
-            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a kernel
-                forced that cannot be used.
+            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a
+                kernel forced that cannot be used.
             RuntimeError: a forced kernel that fails on this device when it is tried.
             ContextError: more than this machine's memory; nothing was allocated.
         """
@@ -126,21 +132,26 @@ class LanguageModel(Protocol):
         """Reserve a pool for many sequences; at 0 bits they keep the compute dtype.
 
         Args:
-            tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one sequence's.
+            tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one
+                sequence's.
             sequences: that can be open at once.
-            max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's context.
+            max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's
+                context.
             prefill_step_size: new tokens of one sequence in a step, at most.
             fields: as in :meth:`make_cache`.
 
         Raises:
             ModelError: the model takes one sequence at a time; nothing was reserved.
-            ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot be used.
+            ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot
+                be used.
             RuntimeError: a forced kernel that fails on this device when it is tried.
             ContextError: more than this machine's memory; nothing was allocated.
         """
 
 
 def context_limit(model: LanguageModel, reserved: int | None) -> int | None:
-    """Tokens that a sequence can have: of the model's context and a cache's reservation the smaller; None: any."""
+    """Tokens that a sequence can have: of the model's context and a cache's reservation the smaller; None:
+    any.
+    """
     limits = [limit for limit in (model.config.max_position_embeddings, reserved) if limit is not None]
     return min(limits, default=None)

@@ -1,6 +1,7 @@
 """Matrices as the device likes to multiply them: dense ones transposed, quantized ones as MLX packs them.
 
-A layer's experts have a matrix for each: then every array has an axis of experts first (:mod:`kvant.models.mlp`).
+A layer's experts have a matrix for each: then every array has an axis of experts first
+(:mod:`kvant.models.mlp`).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +16,18 @@ from kvant.models.quantization import Quantization
 from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, in_turn, unpacked_product
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-# On a CPU, measured on 2 cores (docs/performance.md). From so many rows of x making floats of the numbers is faster:
+# On a CPU, measured on 2 cores (docs/performance.md). From so many rows of x making floats of the numbers is
+# faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
 UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
-DEQUANTIZED_ELEMENTS = 1024 * 1024  # at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
-SUMMED_COLUMNS = 320  # OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
+# at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
+DEQUANTIZED_ELEMENTS = 1024 * 1024
+# OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
+SUMMED_COLUMNS = 320
 PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
-PARALLEL_PRODUCT = 256 * 1024 * 1024  # multiplications with a smaller one that are worth a thread for each core
+# multiplications with a smaller one that are worth a thread for each core
+PARALLEL_PRODUCT = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,9 @@ class DenseMatrix:
         in_one = SMALL_PRODUCT // max(1, self.weight.size)
         if rows > FEW_ROWS and rows * self.weight.size >= PARALLEL_PRODUCT:
             joined = in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
-        elif 2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS:  # all are small ones, or none is
+        elif (
+            2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS
+        ):  # all are small ones, or none is
             parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
             joined = mx.concatenate([part @ self.weight for part in parts])
         else:
@@ -60,7 +67,9 @@ class DenseMatrix:
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether the product of a few rows is computed where it is asked for, and not when it is evaluated."""
+        """Whether the product of a few rows is computed where it is asked for, and not when it is
+        evaluated.
+        """
         return mx.default_device().type == mx.cpu and gemv.serves(self.weight, self.weight)
 
     @property
@@ -75,7 +84,9 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """An (out, in) matrix in one of MLX's formats; the scales and biases of an affine one have the compute dtype."""
+    """An (out, in) matrix in one of MLX's formats; the scales and biases of an affine one have the compute
+    dtype.
+    """
 
     quantization: Quantization
     weight: mx.array  # (out, in * bits / 32) uint32
@@ -95,12 +106,16 @@ class QuantizedMatrix:
                 return in_parallel(partial(self._product, x), self.arrays, -1)
         return self._product(x, *self.arrays)
 
-    def _product(self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None = None) -> mx.array:
+    def _product(
+        self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None = None
+    ) -> mx.array:
         """MLX's, with some of the rows."""
         return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **self.quantization.form)
 
     def _project_dequantized(self, x: mx.array) -> mx.array:
-        """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every row of x."""
+        """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every
+        row of x.
+        """
         streams = self._streams(x)
         rounds = -(-self.num_rows * x.shape[-1] // (DEQUANTIZED_ELEMENTS * len(streams)))
         size = -(-self.num_rows // (rounds * len(streams)))
@@ -135,9 +150,13 @@ class QuantizedMatrix:
         return False
 
     def dequantized(self, packed: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
-        """Some rows; without a dtype, an affine matrix's in its scales', any other's in bfloat16, which is exact."""
+        """Some rows; without a dtype, an affine matrix's in its scales', any other's in bfloat16, which is
+        exact.
+        """
         weight, scales, *biases = packed
-        return mx.dequantize(weight, scales, biases[0] if biases else None, **self.quantization.form, dtype=dtype)
+        return mx.dequantize(
+            weight, scales, biases[0] if biases else None, **self.quantization.form, dtype=dtype
+        )
 
     @property
     def num_rows(self) -> int:
@@ -152,8 +171,9 @@ class QuantizedMatrix:
 class AdaptedMatrix:
     """A quantized matrix with an adapter's low rank beside it: exact, and the matrix keeps its bits.
 
-    Quantizing the sum again would add an error as large as the first quantization's: with 4 bits in groups of 64, an
-    adapter that moved the embedded model's logits by 0.026 of the largest came out 0.064 away from where it should.
+    Quantizing the sum again would add an error as large as the first quantization's: with 4 bits in groups of
+    64, an adapter that moved the embedded model's logits by 0.026 of the largest came out 0.064 away from
+    where it should.
     """
 
     base: DenseMatrix | QuantizedMatrix
@@ -233,11 +253,15 @@ class Linear:
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [*(a for matrix in self.matrices for a in matrix.arrays), *([] if self.bias is None else [self.bias])]
+        return [
+            *(a for matrix in self.matrices for a in matrix.arrays),
+            *([] if self.bias is None else [self.bias]),
+        ]
 
 
 def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
-    """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device likes it.
+    """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device
+    likes it.
 
     Those of experts, (experts, out, in), are side by side expert by expert.
     """
@@ -249,9 +273,13 @@ def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
 
 
 def joined_matrix(parts: Sequence[DenseMatrix | QuantizedMatrix], dtype: mx.Dtype) -> DenseMatrix:
-    """Matrices side by side as one of floats; those that are quantized as the floats that their numbers stand for."""
+    """Matrices side by side as one of floats; those that are quantized as the floats that their numbers
+    stand for.
+    """
     weights = [
-        part.weight.swapaxes(-1, -2) if isinstance(part, DenseMatrix) else part.dequantized(part.arrays, dtype)
+        part.weight.swapaxes(-1, -2)
+        if isinstance(part, DenseMatrix)
+        else part.dequantized(part.arrays, dtype)
         for part in parts
     ]
     return dense_matrix(weights, dtype)
@@ -286,7 +314,9 @@ def _side_by_side(parts: Sequence[mx.array]) -> mx.array:
 
 
 def in_parallel(product: Callable[..., mx.array], arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """The products with shares of the arrays' rows, side by side: one from each core, MLX's streams having one each."""
+    """The products with shares of the arrays' rows, side by side: one from each core, MLX's streams having
+    one each.
+    """
     rows = len(arrays[0])
     streams = cpu_streams()[:rows]  # MLX dies of a division by zero in a product with no outputs
     bounds = [rows * i // len(streams) for i in range(len(streams) + 1)]

@@ -12,9 +12,9 @@ from kvant.operators.exponential import silu_times
 from kvant.operators.streams import cpu_streams
 
 SORT_FROM = 64  # rows; sorting fewer costs more than it saves (mlx-lm has the same number)
-# On a CPU: from so many rows an expert on, one product for each expert is faster than one for each row. Measured on 2
-# cores with experts of 512 x 256 and 2,048 x 768: with 16 to 32 rows an expert 1.5 to 3 times as fast in float32, and
-# 3.5 times with 4 bits, which are then unpacked once an expert.
+# On a CPU: from so many rows an expert on, one product for each expert is faster than one for each row.
+# Measured on 2 cores with experts of 512 x 256 and 2,048 x 768: with 16 to 32 rows an expert 1.5 to 3 times
+# as fast in float32, and 3.5 times with 4 bits, which are then unpacked once an expert.
 IN_TURN_FROM = 4
 
 
@@ -84,7 +84,8 @@ class Experts:
         """Through products that look up each row's expert. On a CPU each core takes a part of the rows."""
 
         def gathered(rows: mx.array, experts: mx.array) -> mx.array:
-            inner = gated(self.gate_up_proj.gather(rows[:, None], experts, in_order))  # (N, 1, hidden) to (N, 1, I)
+            # (N, 1, hidden) to (N, 1, I)
+            inner = gated(self.gate_up_proj.gather(rows[:, None], experts, in_order))
             return self.down_proj.gather(inner, experts, in_order)[:, 0]  # (N, 1, hidden) -> (N, hidden)
 
         elements = experts.size * self.down_proj.num_rows * self.gate_up_proj.num_rows
@@ -105,7 +106,8 @@ class Experts:
                 continue
             with mx.stream(cores[len(outputs) % len(cores)]):
                 x = rows[first : first + count]
-                if len(outputs) >= len(cores):  # so that MLX dequantizes no more experts at a time than there are cores
+                # so that MLX dequantizes no more experts at a time than there are cores
+                if len(outputs) >= len(cores):
                     (x,) = mx.depends([x], [outputs[-len(cores)]])
                 mlp = MLP(self.gate_up_proj.of_expert(expert), self.down_proj.of_expert(expert))
                 outputs.append(mlp(x))

@@ -16,8 +16,9 @@ FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 class Quantization:
     """The format of a matrix: ``bits`` a value, and for each group of a row one scale.
 
-    ``affine`` has float scales and biases. The other modes are those of :data:`FLOAT_MODES`: small floating-point
-    numbers (OCP microscaling, and NVIDIA's variant of it), with scales of one byte and no biases.
+    ``affine`` has float scales and biases. The other modes are those of :data:`FLOAT_MODES`: small
+    floating-point numbers (OCP microscaling, and NVIDIA's variant of it), with scales of one byte and no
+    biases.
     """
 
     bits: int
@@ -35,11 +36,15 @@ class Quantization:
             return
         if self.mode != "affine":
             modes = ", ".join(map(repr, ("affine", *FLOAT_MODES)))
-            raise ModelError(f"config.json: quantization mode {shown(self.mode)} is not supported; supported: {modes}")
+            raise ModelError(
+                f"config.json: quantization mode {shown(self.mode)} is not supported; supported: {modes}"
+            )
         if self.bits not in AFFINE_BITS:
             raise ModelError(f"config.json: quantization bits is {self.bits!r}; expected 2, 3, 4, 5, 6 or 8")
         if self.group_size not in AFFINE_GROUPS:
-            raise ModelError(f"config.json: quantization group_size is {self.group_size!r}; expected 32, 64 or 128")
+            raise ModelError(
+                f"config.json: quantization group_size is {self.group_size!r}; expected 32, 64 or 128"
+            )
 
     @property
     def form(self) -> dict[str, Any]:
@@ -97,7 +102,9 @@ def read_quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict
         elif entry is False and path not in ("bits", "group_size"):
             overrides[path] = None
         elif path not in ("bits", "group_size", "mode", "quant_method") and entry is not True:
-            raise ModelError(f"config.json: quantization has {path} {shown(entry)}; expected an object or false")
+            raise ModelError(
+                f"config.json: quantization has {path} {shown(entry)}; expected an object or false"
+            )
     return _format(settings), overrides
 
 

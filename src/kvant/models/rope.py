@@ -11,7 +11,16 @@ from kvant.fields import MAX_SIZE, mapping, number, shown, size
 from kvant.operators.rotary import Rotary, plain_frequencies
 
 _ORIGINAL = "original_max_position_embeddings"
-_YARN = ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_YARN = (
+    "factor",
+    _ORIGINAL,
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
 # The keys of each kind, besides rope_theta. Any other key is refused: it would mean another computation.
 _KEYS = {
     "default": (),
@@ -24,7 +33,8 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn the heads. Pair p has the frequency theta^(-2p/D), in radians a token. It is changed so:
+    """How positions turn the heads. Pair p has the frequency theta^(-2p/D), in radians a token. It is changed
+    so:
 
     - default: not at all;
     - linear: divided by ``factor`` (kaiokendev's position interpolation, arXiv 2306.15595);
@@ -32,9 +42,9 @@ class Rope:
     - llama3: slow pairs divided by ``factor``, fast ones kept, a ramp between (Llama 3.1);
     - yarn: the same by pair number, and all heads multiplied by ``attention_factor`` (arXiv 2309.00071).
 
-    Pairs that turn fewer times than ``low_freq_factor`` in the original context are slow, and those that turn more
-    often than ``high_freq_factor`` fast. So are ``beta_slow`` and ``beta_fast`` of yarn, the ramp's ends rounded
-    outward to whole pairs if ``truncate``.
+    Pairs that turn fewer times than ``low_freq_factor`` in the original context are slow, and those that turn
+    more often than ``high_freq_factor`` fast. So are ``beta_slow`` and ``beta_fast`` of yarn, the ramp's ends
+    rounded outward to whole pairs if ``truncate``.
     """
 
     kind: str = "default"
@@ -54,7 +64,9 @@ class Rope:
             return max_position_embeddings
         context = self.factor * max_position_embeddings
         if context > MAX_SIZE:
-            raise ModelError(f"config.json: rope factor {self.factor:g} makes a context of more than {MAX_SIZE} tokens")
+            raise ModelError(
+                f"config.json: rope factor {self.factor:g} makes a context of more than {MAX_SIZE} tokens"
+            )
         return int(context)
 
     @lru_cache(maxsize=8)  # noqa: B019  # an immutable value, and small
@@ -78,8 +90,8 @@ class Rope:
     def _theta(self, head_dim: int) -> float:
         """The base; of dynamic that which transformers takes for a text as long as the context limit.
 
-        transformers computes it again as a text grows and leaves cached keys turned by the old one, so that logits
-        depend on how a prompt was cut. With one base for every length they do not.
+        transformers computes it again as a text grows and leaves cached keys turned by the old one, so that
+        logits depend on how a prompt was cut. With one base for every length they do not.
         """
         if self.kind != "dynamic":
             return self.theta
@@ -111,16 +123,21 @@ class Rope:
 def read_rope(
     raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int, default_theta: float = 10000.0
 ) -> Rope:
-    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files have it."""
+    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files
+    have it.
+    """
     where, settings = _settings(raw)
     kind = _kind(where, settings)
     for name, value in settings.items():
         known = name in ("rope_type", "type", "rope_theta", *_KEYS[kind])
         if not known and (name, value) != ("partial_rotary_factor", 1.0):
             raise ModelError(
-                f"config.json: {where} has {name} {shown(value)}, which is not supported for rope type {kind!r}"
+                f"config.json: {where} has {name} {shown(value)}, which is not supported for rope type "
+                f"{kind!r}"
             )
-    theta = number(settings if "rope_theta" in settings else raw, "rope_theta", default=default_theta, least=1.0)
+    theta = number(
+        settings if "rope_theta" in settings else raw, "rope_theta", default=default_theta, least=1.0
+    )
     if kind == "default":
         return Rope(theta=theta)
     prefix = f"{where}."
@@ -139,7 +156,9 @@ def read_rope(
     if kind == "llama3":
         low, high = (number(settings, f"{name}_freq_factor", where=prefix) for name in ("low", "high"))
         if low >= high:
-            raise ModelError(f"config.json: {prefix}low_freq_factor is {low:g}; expected less than high's, {high:g}")
+            raise ModelError(
+                f"config.json: {prefix}low_freq_factor is {low:g}; expected less than high's, {high:g}"
+            )
         return Rope(kind, theta, factor, original, low, high)
     return _read_yarn(settings, prefix, theta, factor, original)
 
@@ -158,10 +177,13 @@ def _kind(where: str, rope: Mapping[str, Any]) -> str:
     for kind in kinds:
         if not isinstance(kind, str) or kind not in _KEYS:
             raise ModelError(
-                f"config.json: rope type {shown(kind)} is not supported; supported: {', '.join(map(repr, _KEYS))}"
+                f"config.json: rope type {shown(kind)} is not supported; supported: "
+                f"{', '.join(map(repr, _KEYS))}"
             )
         if kind != kinds[0]:
-            raise ModelError(f"config.json: {where} has rope type {kinds[0]!r} and rope type {kind!r}; expected one")
+            raise ModelError(
+                f"config.json: {where} has rope type {kinds[0]!r} and rope type {kind!r}; expected one"
+            )
     return str(kinds[0])
 
 

@@ -1,7 +1,7 @@
 """What each of N ranks has of a model: whole heads, and features of the MLP in whole quantization groups.
 
-Key and value heads are dealt out with their query heads. If ranks are more than key and value heads, a few ranks
-have the same one, and its query heads are divided among them.
+Key and value heads are dealt out with their query heads. If ranks are more than key and value heads, a few
+ranks have the same one, and its query heads are divided among them.
 """
 
 import math
@@ -16,7 +16,8 @@ from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
 from kvant.models.tensors import Part
 
-FEATURES = 64  # of an MLP in floating point are dealt out together if there are enough: products of round sizes
+# of an MLP in floating point are dealt out together if there are enough: products of round sizes
+FEATURES = 64
 
 Range = tuple[int, int]  # first, last
 
@@ -37,7 +38,8 @@ class Share:
     def part(self, config: ModelConfig, row: Parameter, shape: Sequence[int]) -> Part | None:
         """The rank's part of one of a parameter's tensors; None: all of it is.
 
-        ``shape``: of the whole tensor as it is stored: a weight, packed or not, scales, one expert's matrix, a bias.
+        ``shape``: of the whole tensor as it is stored: a weight, packed or not, scales, one expert's matrix,
+            a bias.
         """
         if row.shard is None:
             return None
@@ -86,7 +88,9 @@ class Wanted:
 
 def everything(config: ModelConfig) -> Wanted:
     """All of a model, for one process."""
-    return Wanted(shares(config, 1)[0], range(config.num_hidden_layers), embedding=True, head=True, all_sum=lambda x: x)
+    return Wanted(
+        shares(config, 1)[0], range(config.num_hidden_layers), embedding=True, head=True, all_sum=lambda x: x
+    )
 
 
 def divides_inputs(row: Parameter) -> bool:
@@ -151,7 +155,9 @@ def _size(part: Range) -> int:
 
 
 def _divided(count: int, parts: int, unit: int = 1) -> list[Range]:
-    """``count`` in parts that differ by one unit at most, and end at whole units; the last unit may be smaller."""
+    """``count`` in parts that differ by one unit at most, and end at whole units; the last unit may be
+    smaller.
+    """
     units = -(-count // unit)
     bounds = [min(count, units * part // parts * unit) for part in range(parts + 1)]
     return list(pairwise(bounds))
@@ -178,14 +184,17 @@ def _heads(config: ModelConfig, ranks: int) -> tuple[list[Range], list[Range]]:
             queries += [(head * per + first, head * per + last) for first, last in divided]
     if any(first == last or first * D % group for first, last in queries):
         raise ModelError(
-            f"{ranks} ranks cannot divide {H} query heads with {K} kv heads of {D} elements in o_proj's quantization "
+            f"{ranks} ranks cannot divide {H} query heads with {K} kv heads of {D} elements in o_proj's "
+            f"quantization "
             f"groups of {group}: a group would be cut"
         )
     return queries, keys
 
 
 def _features(config: ModelConfig, ranks: int, name: str, role: str) -> list[Range]:
-    """Features of an MLP of each rank, in whole groups of the columns that they are in the projection of ``role``."""
+    """Features of an MLP of each rank, in whole groups of the columns that they are in the projection of
+    ``role``.
+    """
     rows = config.architecture.of_role(role)
     count, group = config.shape(rows[0])[-1], _group_size(config, role)
     if group == 1 and count // FEATURES >= ranks:
@@ -197,8 +206,12 @@ def _features(config: ModelConfig, ranks: int, name: str, role: str) -> list[Ran
 
 
 def _group_size(config: ModelConfig, role: str) -> int:
-    """Elements of a row that quantization keeps together in the projections of a role, of all layers; 1: any."""
+    """Elements of a row that quantization keeps together in the projections of a role, of all layers; 1:
+    any.
+    """
     table = config.architecture
     prefixes = [table.layers.format(layer) for layer in range(config.num_hidden_layers)]
-    formats = {config.quantization_of(prefix + row.path) for prefix in prefixes for row in table.of_role(role)}
+    formats = {
+        config.quantization_of(prefix + row.path) for prefix in prefixes for row in table.of_role(role)
+    }
     return math.lcm(*(own.group_size for own in formats if own is not None))

@@ -1,7 +1,7 @@
 """Experts as checkpoints store them: stacked as mlx-lm has them, each by itself, or stacked and joined.
 
-Published checkpoints have each by itself, mlx-lm's are stacked, and transformers 5 may join gate and up of a stack.
-Quantized experts are mlx-lm's, and stacked.
+Published checkpoints have each by itself, mlx-lm's are stacked, and transformers 5 may join gate and up of a
+stack. Quantized experts are mlx-lm's, and stacked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,9 @@ from kvant.models.tensors import FLOATS, Expected, Part, TensorFiles
 
 
 def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: Parameter) -> Expected | None:
-    """The tensors of one projection of a layer's experts; None: it is stacked at ``path``, as any matrix is stored."""
+    """The tensors of one projection of a layer's experts; None: it is stacked at ``path``, as any matrix
+    is stored.
+    """
     prefix = path.removesuffix(row.path)
     if row.joined is not None and prefix + row.joined in tensors:
         return {prefix + row.joined: (_joined_shape(config, config.architecture.of_role(row.role)), FLOATS)}
@@ -32,7 +34,9 @@ def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: 
 def take_stacked(
     config: ModelConfig, tensors: TensorFiles, prefix: str, rows: Sequence[Parameter], share: Share
 ) -> list[mx.array]:
-    """The floating-point stacks (experts, out, in) of a role's projections, however they are stored; a rank's part."""
+    """The floating-point stacks (experts, out, in) of a role's projections, however they are stored; a
+    rank's part.
+    """
     joined = rows[0].joined
     if joined is not None and prefix + joined in tensors:
         part = joined_part(config, rows, share)

@@ -27,7 +27,8 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 Expected = Mapping[str, tuple[tuple[int, ...], Sequence[str]]]  # a tensor's name to its shape and dtypes
 Identity = tuple[int, int, int, int]  # of a file: device, inode, bytes, time of change in ns
-Place = tuple[Path, Identity, int]  # a file, as it was when its header was read, and where a tensor's bytes begin
+# a file, as it was when its header was read, and where a tensor's bytes begin
+Place = tuple[Path, Identity, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,11 @@ class Part:
         empty = any(first >= last for first, last in self.ranges)
         if not bounds or empty or bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > size:
             raise ValueError(f"ranges {self.ranges} of an axis of {size}; expected some of it, in order")
-        return (*whole[: self.axis], sum(last - first for first, last in self.ranges), *whole[self.axis + 1 :])
+        return (
+            *whole[: self.axis],
+            sum(last - first for first, last in self.ranges),
+            *whole[self.axis + 1 :],
+        )
 
 
 class TensorFiles:
@@ -63,7 +68,9 @@ class TensorFiles:
             self._read_header(path)
         for name, owner in owners.items():
             if name not in self._tensors or self._tensors[name][0].name != owner:
-                raise CheckpointError(f"{folder / owner}: tensor {name} is missing; the index says it is there")
+                raise CheckpointError(
+                    f"{folder / owner}: tensor {name} is missing; the index says it is there"
+                )
 
     def _read_header(self, path: Path) -> None:
         try:
@@ -74,7 +81,9 @@ class TensorFiles:
                 self._data_of[path] = len(header.data)
                 for name, tensor in header.tensors.items():
                     if name in self._tensors:
-                        raise CheckpointError(f"{path.name}: tensor {name} is also in {self._tensors[name][0].name}")
+                        raise CheckpointError(
+                            f"{path.name}: tensor {name} is also in {self._tensors[name][0].name}"
+                        )
                     self._tensors[name] = path, tensor
                 self._check_same(path, path.stat())
                 self.nbytes += state.st_size
@@ -82,7 +91,9 @@ class TensorFiles:
             raise CheckpointError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
 
     def _check_same(self, path: Path, state: os.stat_result) -> None:
-        """Refuse a file that is not the one whose header was checked: libraries open it again, by its name."""
+        """Refuse a file that is not the one whose header was checked: libraries open it again, by its
+        name.
+        """
         if _identity(state) != self._opened[path]:
             raise CheckpointError(f"{path}: changed while it was read")
 
@@ -106,7 +117,9 @@ class TensorFiles:
         self._stored_names[new] = name
 
     def are_same(self, name: str, other: str) -> bool:
-        """Whether two tensors are there with the same dtype, shape and bytes; these are read as far as they agree."""
+        """Whether two tensors are there with the same dtype, shape and bytes; these are read as far as
+        they agree.
+        """
         if name not in self or other not in self:
             return False
         one, two = self._tensor(name), self._tensor(other)
@@ -221,7 +234,10 @@ def _identity(state: os.stat_result) -> Identity:
 
 @lru_cache(maxsize=64)  # a command plans the memory, and then loads
 def _same_bytes(one: Place, two: Place, size: int) -> bool:
-    with open_file(one[0], error=CheckpointError) as first, open_file(two[0], error=CheckpointError) as second:
+    with (
+        open_file(one[0], error=CheckpointError) as first,
+        open_file(two[0], error=CheckpointError) as second,
+    ):
         first.seek(one[2])
         second.seek(two[2])
         counts = (min(COMPARED_BYTES, size - done) for done in range(0, size, COMPARED_BYTES))
@@ -231,9 +247,9 @@ def _same_bytes(one: Place, two: Place, size: int) -> bool:
 def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a folder, and the file of each tensor if an index says so.
 
-    A shard's name is a bare file name inside the folder, anything else is refused; a file no index names is not opened.
-    Without an index shards are those of transformers' names. A whole file beside shards that an index names is refused:
-    transformers reads it alone, and mlx-lm all of them.
+    A shard's name is a bare file name inside the folder, anything else is refused; a file no index names is
+    not opened. Without an index shards are those of transformers' names. A whole file beside shards that an
+    index names is refused: transformers reads it alone, and mlx-lm all of them.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     has_single = os.path.lexists(single)
@@ -243,7 +259,12 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     if not isinstance(owners, dict) or not owners:
         raise CheckpointError(f"{index}: no weight_map of tensor names to file names")
     for name in owners.values():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+            or "\0" in name
+        ):
             raise CheckpointError(f"{index}: shard {name!r}; expected the bare name of a .safetensors file")
     names = sorted(set(owners.values()))
     missing = [name for name in names if not os.path.lexists(folder / name)]
@@ -251,7 +272,8 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
         if len(missing) == len(names):  # an index that was left behind
             return [single], {}
         raise CheckpointError(
-            f"{folder}: {single.name} is there, and {names[0]} that {index.name} names; expected one of the two: "
+            f"{folder}: {single.name} is there, and {names[0]} that {index.name} names; expected one of the "
+            f"two: "
             "remove the one that is not the model"
         )
     if missing:
@@ -264,12 +286,18 @@ def _numbered_shards(folder: Path) -> list[Path]:
     found = {int(match[1]): match for path in folder.iterdir() if (match := SHARD.fullmatch(path.name))}
     if not found:
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-        only = f"; {pickles[0]} is a pickle, which could execute anything and is never opened" if pickles else ""
-        raise CheckpointError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there{only}")
+        only = (
+            f"; {pickles[0]} is a pickle, which could execute anything and is never opened" if pickles else ""
+        )
+        raise CheckpointError(
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json is there{only}"
+        )
     names = {match[0] for match in found.values()}
     total = max(found.values(), key=lambda match: match[0])[2]
     expected = [f"model-{number:05}-of-{total}.safetensors" for number in range(1, int(total) + 1)]
     if wrong := sorted(names.symmetric_difference(expected)):
         is_wrong = "not one of them" if wrong[0] in names else "no such file"
-        raise CheckpointError(f"{folder / wrong[0]}: {is_wrong}; expected {int(total)} shards, as there is no index")
+        raise CheckpointError(
+            f"{folder / wrong[0]}: {is_wrong}; expected {int(total)} shards, as there is no index"
+        )
     return [folder / name for name in expected]

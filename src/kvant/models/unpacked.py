@@ -7,9 +7,11 @@ import mlx.core as mx
 
 from kvant.models.quantization import Quantization
 
-UNPACKED_ELEMENTS = 512 * 1024  # at a time, for a few rows: more leave the core's cache, fewer are more operations
-# OpenBLAS multiplies without copying its operands first if there are at most so many multiplications (x86 with
-# AVX-512): 8 rows of x in half the time. An output is then one sum over all columns, for any number of rows.
+# at a time, for a few rows: more leave the core's cache, fewer are more operations
+UNPACKED_ELEMENTS = 512 * 1024
+# OpenBLAS multiplies without copying its operands first if there are at most so many multiplications (x86
+# with AVX-512): 8 rows of x in half the time. An output is then one sum over all columns, for any number of
+# rows.
 SMALL_PRODUCT = 1000 * 1000
 VECTOR = 16  # float32 numbers; what is left of a block of weights beside them is summed in another order
 
@@ -26,7 +28,8 @@ def few_rows_product(
     quantization: Quantization,
     streams: Sequence[mx.Stream | mx.ThreadLocalStream],
 ) -> mx.array:
-    """The product of 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x with a matrix, the streams taking turns.
+    """The product of 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x with a matrix, the streams
+    taking turns.
 
     (..., in) float32 -> (..., out). Arrays are those of :func:`unpacked_product`.
     """
@@ -52,7 +55,8 @@ def in_turn(
     product: Callable[[Sequence[mx.array]], mx.array],
     streams: Sequence[mx.Stream | mx.ThreadLocalStream],
 ) -> list[mx.array]:
-    """The products with a matrix's rows between bounds. A stream begins a part when it has ended the one before.
+    """The products with a matrix's rows between bounds. A stream begins a part when it has ended the one
+    before.
 
     And not before x is there: otherwise MLX makes the weights of many parts before it uses one.
     """
@@ -64,15 +68,19 @@ def in_turn(
     return parts
 
 
-def _blocks_product(x: mx.array, quantization: Quantization, block: int) -> Callable[[Sequence[mx.array]], mx.array]:
-    """As :func:`unpacked_product`, for a few rows of x: fewer operations, and products with ``block`` rows at a time.
+def _blocks_product(
+    x: mx.array, quantization: Quantization, block: int
+) -> Callable[[Sequence[mx.array]], mx.array]:
+    """As :func:`unpacked_product`, for a few rows of x: fewer operations, and products with ``block`` rows at
+    a time.
 
-    MLX takes 3 to 4 us an operation, so the numbers at all places are unpacked together. One row of x is multiplied
+    MLX takes 3 to 4 us an operation, so the numbers at all places are unpacked together. One row of x is
+    multiplied
     twice: the products of matrices and vectors add in another order.
 
     Returns:
-        A function of the arrays of fewer than ``block`` rows, or of a multiple. It gives (out, N), the outputs of
-        N = max(2, rows of x).
+        A function of the arrays of fewer than ``block`` rows, or of a multiple. It gives (out, N), the
+        outputs of N = max(2, rows of x).
     """
     bits, group_size = quantization.bits, quantization.group_size
     places = 8 // bits
@@ -88,7 +96,8 @@ def _blocks_product(x: mx.array, quantization: Quantization, block: int) -> Call
     def product(packed: Sequence[mx.array]) -> mx.array:
         weight, scales, biases = packed
         cut = weight & masks[:, None, None] if bits < 8 else weight[None]  # (places, out, in * bits / 32)
-        numbers = mx.view(cut, mx.uint8).reshape(places, *scales.shape, -1)  # (places, out, in / G, G / places)
+        # (places, out, in / G, G / places)
+        numbers = mx.view(cut, mx.uint8).reshape(places, *scales.shape, -1)
         scaled = (numbers.astype(mx.float32) * scales[..., None]).reshape(
             places, -1, min(block, len(weight)), columns.shape[-2]
         )
@@ -103,13 +112,13 @@ def _blocks_product(x: mx.array, quantization: Quantization, block: int) -> Call
 def unpacked_product(x: mx.array, quantization: Quantization) -> Callable[[Sequence[mx.array]], mx.array]:
     """A function of the arrays of some of a matrix's rows: the product of x with them.
 
-    A byte holds 1, 2 or 4 numbers. A mask cuts out the numbers at one place of every byte, unshifted: the columns of x
-    that meet them are divided as they should be. Biases meet the sums of x over groups. MLX's dequantize takes one
-    number after the other, 2.3 ns each. This takes 0.8 (measured); to put the places side by side for one product
-    doubles it.
+    A byte holds 1, 2 or 4 numbers. A mask cuts out the numbers at one place of every byte, unshifted: the
+    columns of x that meet them are divided as they should be. Biases meet the sums of x over groups. MLX's
+    dequantize takes one number after the other, 2.3 ns each. This takes 0.8 (measured); to put the places
+    side by side for one product doubles it.
 
-    Of x (..., in) float32; the function takes (out, in * bits / 32) uint32 weights, (out, in / group_size) float32
-    scales and biases, and gives (..., out).
+    Of x (..., in) float32; the function takes (out, in * bits / 32) uint32 weights, (out, in / group_size)
+    float32 scales and biases, and gives (..., out).
     """
     bits, group_size = quantization.bits, quantization.group_size
     places = range(8 // bits)

@@ -1,7 +1,8 @@
 """The OpenPPL PMX operators on MLX arrays. They know no model, no file and no user.
 
 Legend of the package: B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim,
-G quant_group, D' the last dimension as stored (D, or D/2 bytes at 4 bits), MaxB and MaxS the allocated B and T.
+G quant_group, D' the last dimension as stored (D, or D/2 bytes at 4 bits), MaxB and MaxS the allocated B and
+T.
 """
 
 from kvant.operators import dynamic_batching

@@ -44,7 +44,8 @@ def attend_tokens(
         (B, H, S, D) in the query's dtype; of a part (B, H, S, D + 2) in float32, for
         :func:`kvant.operators.cpu_attention.join_parts`.
 
-    Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409; learned sinks from gpt-oss.
+    Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409; learned sinks from
+    gpt-oss.
     """
     B, H, S, D = query.shape
     T = key.shape[2]
@@ -62,7 +63,8 @@ def attend_tokens(
         dtype=mx.float32 if in_float32 else dtype,
     )
     if in_float32 or scores:
-        # MLX's attention rounds scores that it makes, and biases, to half precision, where large ones overflow.
+        # MLX's attention rounds scores that it makes, and biases, to half precision, where large ones
+        # overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     causal = (is_causal or is_alibi) and S > 1
     key_bias_scores = None
@@ -91,7 +93,9 @@ def attend_tokens(
             if mask is not None:
                 alive = (own_mask > -math.inf).any(axis=-1, keepdims=True)
                 own_mask = mx.where(alive, own_mask, 0.0)
-        output = attend(own, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=own_mask, sinks=sinks)
+        output = attend(
+            own, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=own_mask, sinks=sinks
+        )
         if bias_split is not None and sinks is None and not is_part:
             output = output + value_bias_of(bias_split, H)
         return output if alive is None else mx.where(alive, output, 0.0)
@@ -111,7 +115,8 @@ def attend_window(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """:func:`attend_tokens`, causal, to tokens from the position ``first`` on, of which a query sees the last ones.
+    """:func:`attend_tokens`, causal, to tokens from the position ``first`` on, of which a query sees the last
+    ones.
 
     ``mask`` has a column for every position from 0 on.
     """

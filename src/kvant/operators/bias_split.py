@@ -1,8 +1,8 @@
 """The bias split: attention over keys and values that were stored without their projection's bias.
 
-An extension of PMX. Qwen2 adds a large constant to its keys. Quantized with them, it takes most of the range that the
-keys need. It can be left out exactly. For keys, rotation is linear: R_j(k + b) = R_j k + R_j b. For values, softmax
-weights sum to 1: sum_j w_j (v_j + b) = sum_j w_j v_j + b.
+An extension of PMX. Qwen2 adds a large constant to its keys. Quantized with them, it takes most of the range
+that the keys need. It can be left out exactly. For keys, rotation is linear: R_j(k + b) = R_j k + R_j b. For
+values, softmax weights sum to 1: sum_j w_j (v_j + b) = sum_j w_j v_j + b.
 """
 
 import math
@@ -24,11 +24,11 @@ class BiasSplit:
     Rotary pair p is the elements p and p + D/2 of a head. Position j turns it by an angle.
 
     Attributes:
-        key_bias: (K, 2, P) float32: the bias at the first and second element of each pair. The keys' bias at other
-            pairs is in the stored keys, so the split is exact for any choice of pairs.
+        key_bias: (K, 2, P) float32: the bias at the first and second element of each pair. The keys' bias at
+            other pairs is in the stored keys, so the split is exact for any choice of pairs.
         pairs: the P pair indices.
-        rotation: (2, P, MaxS) float32: cosine and sine of the angle of each pair at position j, times the factor of
-            :class:`kvant.operators.rotary.Rotary`.
+        rotation: (2, P, MaxS) float32: cosine and sine of the angle of each pair at position j, times the
+            factor of :class:`kvant.operators.rotary.Rotary`.
         value_bias: (K, D) float32.
     """
 

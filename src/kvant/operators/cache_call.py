@@ -1,6 +1,8 @@
-"""A checked call of a PMX operator: the caller's cache and scale, and how tokens are written to them and read.
+"""A checked call of a PMX operator: the caller's cache and scale, and how tokens are written to them and
+read.
 
-MaxB and MaxS are the allocated batch and length of a static cache, MaxT the rows of a packed one, L its layers.
+MaxB and MaxS are the allocated batch and length of a static cache, MaxT the rows of a packed one, L its
+layers.
 """
 
 from collections.abc import Sequence
@@ -49,7 +51,10 @@ class CacheCall:
     def read(self, at: At) -> list[mx.array]:
         """What cache and scale hold there: (B, 2, K, T, last), of a packed cache (2, K, T, last)."""
         kept = self._kept
-        return [array[self._index(at)].transpose([kept.index(axis) for axis in self._ordered]) for array in self.arrays]
+        return [
+            array[self._index(at)].transpose([kept.index(axis) for axis in self._ordered])
+            for array in self.arrays
+        ]
 
     @property
     def _kept(self) -> list[str]:
@@ -104,7 +109,11 @@ def check_call(
     arrays: list[ArrayRow] = [("cache", cache, (*axes, D // 2 if quant_bit == 4 else D), stored)]
     if scale is not None:
         arrays.append(("scale", scale, (*axes, D // quant_group), SCALE_DTYPES))
-    check_arrays([("current_key", current_key, tokens, FLOAT_DTYPES if quant_bit else dtypes), *arrays], sizes)
+    check_arrays(
+        [("current_key", current_key, tokens, FLOAT_DTYPES if quant_bit else dtypes), *arrays], sizes
+    )
     L = sizes["L"]
     check_numbers([("num_layer", num_layer, L, L), ("layer_idx", layer_idx, 0, L - 1)])
-    return CacheCall([cache] if scale is None else [cache, scale], axes, int(layer_idx), quant_bit, quant_group)
+    return CacheCall(
+        [cache] if scale is None else [cache, scale], axes, int(layer_idx), quant_bit, quant_group
+    )

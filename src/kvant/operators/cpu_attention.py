@@ -10,8 +10,9 @@ from kvant.operators.exponential import exponentials, softmax_parts
 from kvant.operators.masks import mask_by_kv_head
 from kvant.operators.score_blocks import in_blocks
 
-# Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX queues ahead:
-# what 7 blocks take was alive at once, 10 MiB in all; blocks of half the size take longer. (Both measured.)
+# Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX
+# queues ahead: what 7 blocks take was alive at once, 10 MiB in all; blocks of half the size take longer.
+# (Both measured.)
 BLOCK_SCORE_BYTES = 3 * 512 * 1024
 
 
@@ -30,7 +31,8 @@ def attend_block(
     sinks: mx.array | None,
     is_part: bool = False,
 ) -> mx.array:
-    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` takes most of its time on a CPU; masks are added.
+    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` takes most of its time on a CPU; masks are
+    added.
 
     ``is_part``: these are some of the tokens; returns (B, H, S, Dv + 2) for :func:`join_parts`.
     """
@@ -49,14 +51,18 @@ def attend_block(
 
 
 def _part(scores: mx.array, value: mx.array) -> mx.array:
-    """(B, K, N, Dv + 2): values (B, K, T, Dv) times e^(score - largest), the sum of those weights, and the largest."""
+    """(B, K, N, Dv + 2): values (B, K, T, Dv) times e^(score - largest), the sum of those weights, and the
+    largest.
+    """
     largest = scores.max(axis=-1, keepdims=True)
     weights = exponentials(scores - largest)
     return mx.concatenate([weights @ value, weights @ mx.ones((scores.shape[-1], 1)), largest], axis=-1)
 
 
 def one_part(parts: Sequence[mx.array]) -> mx.array:
-    """Parts (B, H, S, Dv + 2) as one. Source: FlashAttention (arXiv 2205.14135), the same sums in another order."""
+    """Parts (B, H, S, Dv + 2) as one. Source: FlashAttention (arXiv 2205.14135), the same sums in another
+    order.
+    """
     joined = mx.stack(list(parts))
     largest = joined[..., -1:].max(axis=0)
     sums = joined[..., :-1] * mx.exp(joined[..., -1:] - largest)
@@ -64,7 +70,9 @@ def one_part(parts: Sequence[mx.array]) -> mx.array:
 
 
 def join_parts(parts: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
-    """Attention (B, H, S, Dv) to all tokens, from its parts (B, H, S, Dv + 2); sinks (H,) are one part more."""
+    """Attention (B, H, S, Dv) to all tokens, from its parts (B, H, S, Dv + 2); sinks (H,) are one part
+    more.
+    """
     if sinks is not None:
         sink = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (*parts[0].shape[:-1], 1))
         nothing = mx.zeros((*sink.shape[:-1], parts[0].shape[-1] - 2))
@@ -74,7 +82,9 @@ def join_parts(parts: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
 
 
 def _weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:
-    """Values (B, K, T, Dv) weighted by the softmax of scores (B, K, N, T), with sinks (1, K, N, 1) beside them."""
+    """Values (B, K, T, Dv) weighted by the softmax of scores (B, K, N, T), with sinks (1, K, N, 1) beside
+    them.
+    """
     if sinks is not None:
         scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights, sums = softmax_parts(scores)
@@ -102,7 +112,9 @@ def attend_few(
         tokens = [(key[:, :, :end], value[:, :, :end]) for end in seen]
         masks = None if mask is None else [mask[..., i : i + 1, :end] for i, end in enumerate(seen, first)]
         singles = own.transpose(2, 0, 1, 3)
-        return attend_singly(singles, tokens, masks=masks, bias_split=bias_split, sinks=sinks).transpose(1, 2, 0, 3)
+        return attend_singly(singles, tokens, masks=masks, bias_split=bias_split, sinks=sinks).transpose(
+            1, 2, 0, 3
+        )
 
     block = queries_at_once(B, H, S, T)
     return in_blocks(attend_some, query, T, block=block, causal=is_causal).astype(dtype)
@@ -119,9 +131,9 @@ def attend_singly(
 ) -> mx.array:
     """Attention of N queries, each to tokens of its own, in float32, on a CPU. Unchecked.
 
-    Each has the numbers it has alone: a product of several, or with more keys, would be summed in another order. So it
-    takes two products and a softmax, for all query heads of a kv head (MLX's attention takes one for each query head).
-    Everything else is done for all at once.
+    Each has the numbers it has alone: a product of several, or with more keys, would be summed in another
+    order. So it takes two products and a softmax, for all query heads of a kv head (MLX's attention takes one
+    for each query head). Everything else is done for all at once.
 
     Args:
         query: (N, B, H, D).
@@ -139,9 +151,11 @@ def attend_singly(
     if bias is not None and sinks is not None:  # as in attend_tokens
         tokens, bias = [(key, value + bias) for key, value in tokens], None
     queries = mx.split((query * (1 / math.sqrt(D))).reshape(N * B, K, H // K, D), N)
-    scores = [own @ key.swapaxes(-1, -2) for own, (key, _) in zip(queries, tokens, strict=True)]  # (B, K, H/K, T)
+    # (B, K, H/K, T)
+    scores = [own @ key.swapaxes(-1, -2) for own, (key, _) in zip(queries, tokens, strict=True)]
     if bias_split is not None and bias_split.pairs:
-        factors = mx.split(bias_weights(query.reshape(N * B, H, 1, D), bias_split).squeeze(3), N)  # (B, K, H/K, 2P)
+        # (B, K, H/K, 2P)
+        factors = mx.split(bias_weights(query.reshape(N * B, H, 1, D), bias_split).squeeze(3), N)
         table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
         of_each = zip(scores, factors, first or [0] * N, strict=True)
         scores = [score + own @ table[:, at : at + score.shape[-1]] for score, own, at in of_each]

@@ -1,16 +1,16 @@
 """Decode attention over a long context on a CPU: a few queries of one sequence, many stored tokens.
 
-MLX's operations would expand all stored tokens to float32 arrays, and its exp takes 6 ns a number. This module works
-block by block: NumPy converts a block of keys or values to float32 once for all query heads of a kv head, and OpenBLAS
-multiplies it while it is still in the processor's cache. Scales are applied to scores and weights, which are far fewer
-numbers than keys and values.
+MLX's operations would expand all stored tokens to float32 arrays, and its exp takes 6 ns a number. This
+module works block by block: NumPy converts a block of keys or values to float32 once for all query heads of a
+kv head, and OpenBLAS multiplies it while it is still in the processor's cache. Scales are applied to scores
+and weights, which are far fewer numbers than keys and values.
 
-Every call into NumPy or BLAS passes Python's lock on, at 6 us or more if another thread waits for it. Blocks are
-therefore large: with blocks of 2,048 tokens a second thread gained nothing.
+Every call into NumPy or BLAS passes Python's lock on, at 6 us or more if another thread waits for it. Blocks
+are therefore large: with blocks of 2,048 tokens a second thread gained nothing.
 
-The result is computed at the call, not when MLX evaluates it. Every query gets the bits it would get alone: blocks
-start at multiples of their size, and a product never mixes the heads of two queries. Importing NumPy takes 0.1 s,
-so import this module only when it is needed.
+The result is computed at the call, not when MLX evaluates it. Every query gets the bits it would get alone:
+blocks start at multiples of their size, and a product never mixes the heads of two queries. Importing NumPy
+takes 0.1 s, so import this module only when it is needed.
 """
 
 import math
@@ -74,7 +74,9 @@ class _Stored:
         return 1 if self.scales is None else int(self.scales.shape[-1])
 
     def floats(self, head: int, runs: Sequence[Run]) -> Floats:
-        """Return rows of a kv head as unscaled float32 (tokens, width). The thread's next call overwrites them."""
+        """Return rows of a kv head as unscaled float32 (tokens, width). The thread's next call overwrites
+        them.
+        """
         numbers = _join_rows(self.numbers[head], runs)
         if self.bits == 4:
             words = numbers.astype(np.uint16)  # the same unpacking as operators.quantization
@@ -162,7 +164,9 @@ def _keys_and_values(
     value_bits = value_bit or quant_bit
     value_dim = values.shape[-1] * 8 // value_bits
     groups = scales.shape[-1] * key_dim // (key_dim + value_dim)
-    return _Stored(keys, scales[0, ..., :groups], quant_bit), _Stored(values, scales[0, ..., groups:], value_bits)
+    return _Stored(keys, scales[0, ..., :groups], quant_bit), _Stored(
+        values, scales[0, ..., groups:], value_bits
+    )
 
 
 def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list[mx.array]:
@@ -175,7 +179,8 @@ def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list
 def _attend_blocks(
     queries: Floats, keys: _Stored, values: _Stored, tokens: _Tokens, terms: Sequence[Floats]
 ) -> list[Floats]:
-    """Attend block by block. Returns (blocks, K, H/K, Dv + 2) for each query, as :func:`_join_blocks` takes them.
+    """Attend block by block. Returns (blocks, K, H/K, Dv + 2) for each query, as :func:`_join_blocks` takes
+    them.
 
     The last axis holds the weighted sum of values, the sum of the weights, and the largest score.
     """

@@ -13,10 +13,19 @@ import mlx.core as mx
 from kvant.operators.attention import attend_tokens, attend_window
 from kvant.operators.bias_split import BiasSplit, value_bias_of
 from kvant.operators.cpu_attention import attend_singly, join_parts, one_part, queries_at_once
-from kvant.operators.paged_rows import PagedRows, Run, cut_runs, float_bytes, read_rows, shares, tokens_at_once
+from kvant.operators.paged_rows import (
+    PagedRows,
+    Run,
+    cut_runs,
+    float_bytes,
+    read_rows,
+    shares,
+    tokens_at_once,
+)
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-LONG_TOKENS = 2048  # attend_long is faster for queries that see at least this many tokens (measured on 2 cores)
+# attend_long is faster for queries that see at least this many tokens (measured on 2 cores)
+LONG_TOKENS = 2048
 
 
 def attend_rows_on_cpu(
@@ -50,11 +59,15 @@ def attend_rows_on_cpu(
         if not few and mask is None and rows.window is None and count > size:
             outputs.append(_attend_in_parts(query[share], readable, own.runs[0], size, **options))
         else:
-            outputs.append(_attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting))
+            outputs.append(
+                _attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting)
+            )
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-def _attend_few_to_many(query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, **options: Any) -> mx.array:
+def _attend_few_to_many(
+    query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, **options: Any
+) -> mx.array:
     """Attend a few queries of one sequence, the last of which sees at least ``LONG_TOKENS``."""
     from kvant.operators.cpu_decode import attend_long  # it imports NumPy, which short texts do without
 
@@ -86,8 +99,8 @@ def _attend_together(
     """Read the tokens of all sequences at once, then attend to each sequence's own."""
     _, H, S, D = query.shape
     few = S <= FEW_ROWS
-    # Reading the bytes of several sequences side by side and converting them in one multiplication is twice as fast as
-    # gathering row numbers, and ten times as fast as reading padded pages (measured).
+    # Reading the bytes of several sequences side by side and converting them in one multiplication is twice
+    # as fast as gathering row numbers, and ten times as fast as reading padded pages (measured).
     keys, values = read_rows(
         arrays,
         [run for own in rows.runs for run in own],
@@ -112,7 +125,9 @@ def _attend_together(
 
 
 def computes_at_once(tokens: int) -> bool:
-    """Return whether decode attention to this many tokens is computed at the call instead of by MLX's evaluation."""
+    """Return whether decode attention to this many tokens is computed at the call instead of by MLX's
+    evaluation.
+    """
     return tokens >= LONG_TOKENS and mx.default_device().type == mx.cpu
 
 
@@ -123,7 +138,9 @@ def _attend_few_of_each(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend sequences with a few new tokens each, given keys, values and the position of the first of each."""
+    """Attend sequences with a few new tokens each, given keys, values and the position of the first of
+    each.
+    """
     B, H, S, D = query.shape
     tokens = []
     places = []

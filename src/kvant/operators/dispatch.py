@@ -16,7 +16,8 @@ KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
 CHECKING = "checking the fused kernel on this GPU; later starts find the result in {}"
 
-say: Callable[[str], None] | None = None  # told of a process's first trial: it takes a while. Commands print it
+# told of a process's first trial: it takes a while. Commands print it
+say: Callable[[str], None] | None = None
 _tried: set[tuple[KernelUse, Backend]] = set()  # in this process
 _warned = False
 
@@ -35,19 +36,19 @@ def resolve(
 ) -> Backend | None:
     """The backend that runs the fused kernel. None: use the unfused operator.
 
-    ``kernels`` forces one; without it the environment variable KVANT_KERNELS does. Otherwise it is the kernel on a GPU
-    if it gives the unfused operator's numbers as it will be used. A process is told of one failure, in a
-    RuntimeWarning.
+    ``kernels`` forces one; without it the environment variable KVANT_KERNELS does. Otherwise it is the kernel
+    on a GPU if it gives the unfused operator's numbers as it will be used. A process is told of one failure,
+    in a RuntimeWarning.
 
     Args:
         kernels: "unfused", "fused" or None.
         unsupported_reason: from ``kernels.attend.unsupported_reason``. None: the kernel takes the call.
-        uses: how a cache will call the kernel. One that is not in the record is tried now; with "fused" also one that
-            is recorded as failed.
+        uses: how a cache will call the kernel. One that is not in the record is tried now; with "fused" also
+            one that is recorded as failed.
 
     Raises:
-        ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the kernel does
-            not take.
+        ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the
+            kernel does not take.
         RuntimeError: "fused" if the kernel fails as it will be used.
     """
     choice = choose(kernels)
@@ -67,7 +68,9 @@ def resolve(
 
 
 def _finding(use: KernelUse, backend: Backend, forced: bool) -> str:
-    """``RIGHT``, or why the kernel is not; tried if nothing is recorded, or a failure and nobody tried it here."""
+    """``RIGHT``, or why the kernel is not; tried if nothing is recorded, or a failure and nobody tried it
+    here.
+    """
     known = kernel_record.found(use, backend)
     if known is None or (forced and known != RIGHT and (use, backend) not in _tried):
         if say is not None and not _tried:
@@ -116,7 +119,8 @@ def _warn_once(reason: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` tries again and says "
+            f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` tries again "
+            f"and says "
             f"more; {VARIABLE}=unfused leaves the kernel alone, without this warning",
             RuntimeWarning,
             stacklevel=3,

@@ -1,7 +1,8 @@
-"""PMX's dynamic operators: KeyValueCache and MultiHeadCacheAttention over packed sequences of different lengths.
+"""PMX's dynamic operators: KeyValueCache and MultiHeadCacheAttention over packed sequences of different
+lengths.
 
-The sequences' new tokens lie end to end along one axis. N new tokens of all sequences, T tokens that all sequences then
-have, MaxT rows of the cache. The arithmetic is that of the static operators.
+The sequences' new tokens lie end to end along one axis. N new tokens of all sequences, T tokens that all
+sequences then have, MaxT rows of the cache. The arithmetic is that of the static operators.
 """
 
 from collections.abc import Sequence
@@ -42,16 +43,18 @@ def key_value_cache(
 ) -> tuple[mx.array, mx.array]:
     """Append new tokens of B sequences to a cache and return all tokens of these sequences, dequantized.
 
-    ``cache`` and ``scale`` are in-out. The call changes the new tokens' rows of layer ``layer_idx``, nothing else.
-    Everything is checked before anything is written. Index arguments are integer arrays or sequences of ints.
+    ``cache`` and ``scale`` are in-out. The call changes the new tokens' rows of layer ``layer_idx``, nothing
+    else. Everything is checked before anything is written. Index arguments are integer arrays or sequences of
+    ints.
 
     Args:
         current_key, current_value: (N, K, D) float32, float16 or bfloat16; int8 too with ``quant_bit`` 0.
-        seqstarts: (B + 1,): sequence b has the new tokens seqstarts[b] to seqstarts[b + 1] - 1 of the N. It may have
-            none; it then writes nothing.
+        seqstarts: (B + 1,): sequence b has the new tokens seqstarts[b] to seqstarts[b + 1] - 1 of the N. It
+            may have none; it then writes nothing.
         kvstarts: (B + 1,): its tokens are kvstarts[b] to kvstarts[b + 1] - 1 of the T returned.
-        cachestarts: cache_mode 0: (B,), the row of each sequence's first token. cache_mode 1: (B, pages), the row at
-            which each page begins; no page number. Only the first ceil(tokens / page_size) entries count.
+        cachestarts: cache_mode 0: (B,), the row of each sequence's first token. cache_mode 1: (B, pages), the
+            row at which each page begins; no page number. Only the first ceil(tokens / page_size) entries
+            count.
         start_pos: (B,): tokens that each sequence has in the cache.
         max_seqlen, max_kvlen: the new tokens, and all tokens, of the sequence that has most.
         cache: layout 0 (MaxT, L, 2, K, D), 1 (L, MaxT, 2, K, D), 2 (L, 2, MaxT, K, D), 3 (L, 2, K, MaxT, D);
@@ -65,8 +68,9 @@ def key_value_cache(
         key, value: (T, K * num_repeat, D) in the inputs' dtype. The new tokens too are read from the cache.
 
     Raises:
-        ValueError: an input that does not fit; rows outside the cache; a row that is written and holds another token of
-            the call's sequences too. Rows that are only read may be shared. Cache and scale are then unchanged.
+        ValueError: an input that does not fit; rows outside the cache; a row that is written and holds
+            another token of the call's sequences too. Rows that are only read may be shared. Cache and scale
+            are then unchanged.
 
     Source: OpenPPL PMX, dynamic batching, KeyValueCache.
     """
@@ -78,7 +82,9 @@ def key_value_cache(
     _write(call, sequences, current_key, current_value)
     runs = [run for sequence in sequences for run in sequence.runs]
     # (1, K, T, D) -> (T, K * num_repeat, D)
-    key, value = (mx.repeat(x[0].transpose(1, 0, 2), num_repeat, axis=1) for x in _read(call, runs, current_key.dtype))
+    key, value = (
+        mx.repeat(x[0].transpose(1, 0, 2), num_repeat, axis=1) for x in _read(call, runs, current_key.dtype)
+    )
     return key, value
 
 
@@ -112,22 +118,24 @@ def multi_head_cache_attention(
 ) -> mx.array:
     """Append new tokens of B sequences to a cache; each attends to all tokens of its own sequence.
 
-    ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the cache, so
-    the new ones too are quantized and dequantized. The fused kernel does not take packed sequences.
+    ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the
+    cache, so the new ones too are quantized and dequantized. The fused kernel does not take packed sequences.
 
     Args:
         query: (N, H, D) float32, float16 or bfloat16.
         current_key, current_value: (N, K, D) in the query's dtype. Query head h reads kv head h // (H / K).
         seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen: as in ``key_value_cache``.
-        decoding_batches: so many of the first sequences get no causal mask. It makes a difference only to those that
-            have several new tokens.
+        decoding_batches: so many of the first sequences get no causal mask. It makes a difference only to
+            those that have several new tokens.
         cache, scale, num_layer, layer_idx, quant_bit, quant_group: as in ``key_value_cache``.
-        attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b uses rows seqstarts[b] : seqstarts[b + 1]
-            and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean mask keeps True. An
-            empty array means no mask. A query with every key masked gives zeros.
-        num_heads, head_dim, num_kv_heads: as in :func:`kvant.operators.static_batching.multi_head_cache_attention`.
+        attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b uses rows seqstarts[b] :
+            seqstarts[b + 1] and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean
+            mask keeps True. An empty array means no mask. A query with every key masked gives zeros.
+        num_heads, head_dim, num_kv_heads: as in
+            :func:`kvant.operators.static_batching.multi_head_cache_attention`.
         is_causal: query i of a sequence sees its token j only if j <= start_pos + i.
-        is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` and ``decoding_batches`` are.
+        is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` and ``decoding_batches``
+            are.
         cache_mode, cache_layout, page_size: as in ``key_value_cache``.
 
     Returns:
@@ -186,7 +194,8 @@ def _read(
 ) -> tuple[mx.array, mx.array]:
     """The tokens in these rows, as keys and values (1, K, rows, D).
 
-    Without ``after``, arrays that are to be made before, MLX dequantizes many sequences before it uses the first.
+    Without ``after``, arrays that are to be made before, MLX dequantizes many sequences before it uses the
+    first.
     """
     parts = zip(*(call.read({"MaxT": slice(*run)}) for run in runs), strict=True)  # (2, K, rows, last) each
     stored = [mx.concatenate(list(own), axis=2)[None] for own in parts]

@@ -1,6 +1,7 @@
 """exp on a CPU. On x86 MLX computes one number at a time, and a power of e takes a third of its exp's time.
 
-Measured on a 2-core AMD EPYC with MLX 0.32.4: 18 ns a number for ``mx.exp``, 23 for ``mx.sigmoid``, 6 for ``mx.power``.
+Measured on a 2-core AMD EPYC with MLX 0.32.4: 18 ns a number for ``mx.exp``, 23 for ``mx.sigmoid``, 6 for
+``mx.power``.
 """
 
 import math
@@ -9,7 +10,8 @@ from functools import partial
 
 import mlx.core as mx
 
-# From so many numbers of a sequence a softmax of several operations, of 3 to 4 us each, is faster than MLX's own.
+# From so many numbers of a sequence a softmax of several operations, of 3 to 4 us each, is faster than MLX's
+# own.
 SOFTMAX_FROM = 4096
 ONE_BY_ONE = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -34,7 +36,9 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def softmax_parts(scores: mx.array) -> tuple[mx.array, mx.array | None]:
-    """Weights (B, ..., T) of scores (B, ..., T), and what (B, ..., 1) to divide them by; None: they sum to 1."""
+    """Weights (B, ..., T) of scores (B, ..., T), and what (B, ..., 1) to divide them by; None: they sum to
+    1.
+    """
     if scores.size < len(scores) * SOFTMAX_FROM or not by_powers(scores):
         return mx.softmax(scores, axis=-1), None
     weights = exponentials(scores - scores.max(axis=-1, keepdims=True))

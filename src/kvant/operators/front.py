@@ -1,9 +1,11 @@
-"""What is done to keys before a layer's cache quantizes them, and to queries so that attention stays the same.
+"""What is done to keys before a layer's cache quantizes them, and to queries so that attention stays the
+same.
 
-A few large channels take the range that a group's other values need. Three changes undo that, and none of them changes
-attention but by rounding. A constant taken out of every key adds the same to all scores of a query, which a softmax
-does not see. A channel divided in keys and multiplied in queries gives the same products. So does an orthogonal
-transform of both. They are applied after the rotary positions, in this order: center, balance, rotate.
+A few large channels take the range that a group's other values need. Three changes undo that, and none of
+them changes attention but by rounding. A constant taken out of every key adds the same to all scores of a
+query, which a softmax does not see. A channel divided in keys and multiplied in queries gives the same
+products. So does an orthogonal transform of both. They are applied after the rotary positions, in this order:
+center, balance, rotate.
 
 Sources: SmoothQuant (arXiv 2211.10438) for the balance, QuaRot (arXiv 2404.00456) for the Hadamard transform.
 """
@@ -22,11 +24,12 @@ class Front:
 
     Attributes:
         name: of its parts but the bias split, with a digest of their numbers; "": it has none.
-        bias_split: the biases that keys and values come without. If some of its pairs have a key bias, ``balance`` is
-            the same for both elements of such a pair, and nothing is rotated.
+        bias_split: the biases that keys and values come without. If some of its pairs have a key bias,
+            ``balance`` is the same for both elements of such a pair, and nothing is rotated.
         center: (K, 1, D) float32, taken out of every key.
         balance: (K, 1, D) float32, powers of two, that keys are divided by and queries multiplied with.
-        rotates: keys and queries go through a Hadamard transform, in blocks of the largest power of two that divides D.
+        rotates: keys and queries go through a Hadamard transform, in blocks of the largest power of two that
+            divides D.
     """
 
     name: str = ""
@@ -41,9 +44,13 @@ class Front:
         if split is None or not split.pairs:
             return
         if self.rotates:
-            raise ValueError("keys whose biases are split off cannot be rotated; without the bias split they can")
+            raise ValueError(
+                "keys whose biases are split off cannot be rotated; without the bias split they can"
+            )
         if self.balance is not None:
-            pairs = mx.take(self.balance.reshape(split.key_bias.shape[0], 2, -1), mx.array(split.pairs), axis=-1)
+            pairs = mx.take(
+                self.balance.reshape(split.key_bias.shape[0], 2, -1), mx.array(split.pairs), axis=-1
+            )
             if not mx.array_equal(pairs[:, 0], pairs[:, 1]).item():
                 raise ValueError("the balance differs within a rotary pair whose bias is split off")
             split = BiasSplit(split.key_bias / pairs, split.pairs, split.rotation, split.value_bias)

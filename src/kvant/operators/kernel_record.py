@@ -1,7 +1,8 @@
 """The record of where the fused kernel was tried: a small file in the user's cache, for all processes.
 
-It belongs to this user alone. What others may write, what is cut and what is of another device, system, MLX or text of
-the kernel counts for nothing. Of two processes that write it at once, one is lost, and its trial is made again.
+It belongs to this user alone. What others may write, what is cut and what is of another device, system, MLX
+or text of the kernel counts for nothing. Of two processes that write it at once, one is lost, and its trial
+is made again.
 """
 
 import contextlib
@@ -77,13 +78,21 @@ def path() -> Path:
 
 @cache
 def device_key(backend: Backend) -> str:
-    """What findings hold for: the device, the system, MLX's version, and a digest of the kernel and its launches."""
+    """What findings hold for: the device, the system, MLX's version, and a digest of the kernel and its
+    launches.
+    """
     digest = hashlib.sha256(backend.encode())
     for file in sorted(resources.files("kvant.operators.kernels").iterdir(), key=lambda file: file.name):
         if file.name.endswith((".h", ".py")):
             digest.update(file.read_bytes())
     device, system = mx.device_info(), os.uname()
-    named = [device.get("device_name"), device.get("architecture"), system.sysname, system.release, system.version]
+    named = [
+        device.get("device_name"),
+        device.get("architecture"),
+        system.sysname,
+        system.release,
+        system.version,
+    ]
     return ", ".join([*map(str, named), f"mlx {version('mlx')}", f"kernel {digest.hexdigest()[:16]}"])
 
 
@@ -97,4 +106,8 @@ def _read() -> dict[str, Findings]:
     """The file, by :func:`device_key`; empty if there is none that counts."""
     read = read_own(path(), MAX_BYTES)
     devices = read.items() if isinstance(read, dict) else ()
-    return {key: own for key, own in devices if isinstance(own, dict) and all(isinstance(x, str) for x in own.values())}
+    return {
+        key: own
+        for key, own in devices
+        if isinstance(own, dict) and all(isinstance(x, str) for x in own.values())
+    }

@@ -1,4 +1,6 @@
-"""What attention adds to its scores: masks, windows, ALiBi. B batch, S of T tokens, H query heads, K kv heads."""
+"""What attention adds to its scores: masks, windows, ALiBi. B batch, S of T tokens, H query heads, K kv
+heads.
+"""
 
 import math
 from collections.abc import Callable
@@ -47,14 +49,18 @@ def score_terms(
             total = total + slopes * distance.astype(mx.float32)  # (H, queries, keys)
         if mask is not None:
             part = mask[..., first:last, :keys]
-            total = total + (mx.where(part, 0.0, -math.inf) if part.dtype == mx.bool_ else part.astype(mx.float32))
+            total = total + (
+                mx.where(part, 0.0, -math.inf) if part.dtype == mx.bool_ else part.astype(mx.float32)
+            )
         return total
 
     return of_block
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head: 2^(-8n/c) for the first c = 2^floor(log2 H) heads, then every other slope of 2c heads."""
+    """The slope of each head: 2^(-8n/c) for the first c = 2^floor(log2 H) heads, then every other slope of
+    2c heads.
+    """
     c = 2 ** int(math.log2(num_heads))
     slopes = [2 ** (-8 * n / c) for n in range(1, c + 1)]
     return slopes + [2 ** (-4 * n / c) for n in range(1, 2 * (num_heads - c), 2)]

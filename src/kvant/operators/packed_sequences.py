@@ -57,7 +57,9 @@ def check_sequences(
         for i in range(-(-kvlen // page)):  # entries behind the last token do not count
             count = min(page, kvlen - i * page)
             entry = f"cachestarts[{b}][{i}]" if cache_mode else f"cachestarts[{b}]"
-            check_numbers([(f"{entry}, with {count} tokens in {max_rows} rows,", table[i], 0, max_rows - count)])
+            check_numbers(
+                [(f"{entry}, with {count} tokens in {max_rows} rows,", table[i], 0, max_rows - count)]
+            )
         parts = [_runs(table, page, *span) for span in ((0, kvlen), (start, kvlen), (0, start))]
         sequences.append(PackedSequence(slice(seq[b], seq[b + 1]), slice(kv[b], kv[b + 1]), *parts[:2]))
         past.append(parts[2])
@@ -70,7 +72,9 @@ def _sums(name: str, given: Any, batch: int) -> list[int]:
     sums = _ints(name, given)
     _check_entries(name, sums, batch + 1, batch + 1)
     check_numbers([(f"{name}[0]", sums[0], 0, 0)])
-    check_numbers((f"{name}[{b + 1}]", after, before, None) for b, (before, after) in enumerate(pairwise(sums)))
+    check_numbers(
+        (f"{name}[{b + 1}]", after, before, None) for b, (before, after) in enumerate(pairwise(sums))
+    )
     return sums
 
 
@@ -112,7 +116,8 @@ def _check_written_rows(read: Sequence[list[Run]], written: Sequence[list[Run]])
         if other_end > first:
             writer, holder = (b, other) if is_new else (other, b)
             raise ValueError(
-                f"cachestarts: sequence {writer} writes row {first} of the cache, which holds another token of "
+                f"cachestarts: sequence {writer} writes row {first} of the cache, which holds another token "
+                f"of "
                 f"sequence {holder}; expected one token in a written row"
             )
         any_end = max(any_end, (end, b))
@@ -137,5 +142,7 @@ def _listed(name: str, given: Any, ndim: int) -> Sequence[Any]:
             raise ValueError(f"{name} is an array, {kind}; expected integers, number of dimensions {ndim}")
         return given.tolist()  # type: ignore[return-value]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray):
-        raise ValueError(f"{name} is a {type(given).__name__}; expected integers in an mx.array or a sequence")
+        raise ValueError(
+            f"{name} is a {type(given).__name__}; expected integers in an mx.array or a sequence"
+        )
     return given

@@ -33,15 +33,16 @@ def append_and_attend_paged(
     sinks: mx.array | None = None,
     backend: Backend | None = None,
 ) -> tuple[mx.array, list[mx.array] | None]:
-    """Causal attention of S new tokens of each sequence to its rows, once they are written. Changes ``arrays``.
+    """Causal attention of S new tokens of each sequence to its rows, once they are written. Changes
+    ``arrays``.
 
     Args:
-        query: (R, H, S, D), R >= B. Sequences past the B of ``rows`` are padding: nothing is written of them, and
-            their attention is 0.
+        query: (R, H, S, D), R >= B. Sequences past the B of ``rows`` are padding: nothing is written of them,
+            and their attention is 0.
         key, value: (R, K, S, D) and (R, K, S, Dv).
         value_bit: of values; 0: as of keys.
-        mask: of one sequence, which is unfused then: as :func:`kvant.operators.attention.attend_tokens` takes it, with
-            a column for every token so far.
+        mask: of one sequence, which is unfused then: as :func:`kvant.operators.attention.attend_tokens` takes
+            it, with a column for every token so far.
         bias_split: the biases that keys and values lack. Position j is at column j of its rotation.
         sinks: as ``attend_tokens`` takes them.
         backend: where the fused kernel runs, which must take the layer's tokens
@@ -77,7 +78,9 @@ def attend_rows(
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """:func:`append_and_attend_paged` of tokens that are written already, or ``waiting`` as they are stored."""
+    """:func:`append_and_attend_paged` of tokens that are written already, or ``waiting`` as they are
+    stored.
+    """
     options: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
     options |= {"mask": mask, "waiting": waiting, "bias_split": bias_split, "sinks": sinks}
     if mx.default_device().type == mx.cpu:
@@ -116,5 +119,7 @@ def _attend_unfused(
         sides = mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2)
         for b, key, value in zip(range(len(rows.runs))[share], *sides, strict=True):
             seen: dict[str, Any] = {"first": rows.first[b], "window": rows.window, "mask": mask}
-            outputs.append(attend_window(query[b : b + 1], key, value, **seen, bias_split=bias_split, sinks=sinks))
+            outputs.append(
+                attend_window(query[b : b + 1], key, value, **seen, bias_split=bias_split, sinks=sinks)
+            )
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)

@@ -1,4 +1,6 @@
-"""The fused kernel with the options of the unfused operator, and on the pages of several sequences. Unchecked."""
+"""The fused kernel with the options of the unfused operator, and on the pages of several sequences.
+Unchecked.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ class StepPages:
     """The pages of B sequences in one step, made once for all layers that share them.
 
     Attributes:
-        table: (B, N) int32, each one's pages in the order of positions, 0 if it has fewer than N. N is 8 or more.
-        first: int32, the position of the first row of each one's first page, B or 8 numbers, whichever is more.
+        table: (B, N) int32, each one's pages in the order of positions, 0 if it has fewer than N. N is 8 or
+            more.
+        first: int32, the position of the first row of each one's first page, B or 8 numbers, whichever is
+            more.
         offset: the same of tokens before the new ones.
         sequences: B.
         rows: from the first page's first row to the last new token, of the sequence that has most.
@@ -54,7 +58,9 @@ def attend_fused(
     bias_split: BiasSplit | None = None,
     **options: Any,
 ) -> mx.array:
-    """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions take them."""
+    """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions
+    take them.
+    """
     if bias_split is not None:
         names = ("key_bias", "pairs", "rotation", "value_bias")
         options |= {name: getattr(bias_split, name) for name in names}

@@ -1,8 +1,8 @@
 """Tokens in rows of a layer's shared arrays: which rows a step writes and reads, and how.
 
-The arrays of a layer are values (2, K, T, D') and, if they are quantized, scales (2, K, T, D/G): PMX's dynamic
-batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of different widths or bits lie side by side
-in (1, K, T, a key and a value).
+The arrays of a layer are values (2, K, T, D') and, if they are quantized, scales (2, K, T, D/G): PMX's
+dynamic batching with cache_mode 1, cache_layout 3 and one layer. Keys and values of different widths or bits
+lie side by side in (1, K, T, a key and a value).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,9 @@ from kvant.operators.paged_kernel import StepPages
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 from kvant.operators.streams import FEW_ROWS
 
-# Bytes of keys and values as float32 that are made at once (measured): 16 MiB for a token of 32k took 1.2 to 2.5 times
-# as long, 1 MiB 1.3 times. Of many queries a fourth is as fast, and more prompts are long enough for every core.
+# Bytes of keys and values as float32 that are made at once (measured): 16 MiB for a token of 32k took 1.2 to
+# 2.5 times as long, 1 MiB 1.3 times. Of many queries a fourth is as fast, and more prompts are long enough
+# for every core.
 READ_BYTES = 4 * 1024 * 1024
 PARTS_OF_MANY = 4
 
@@ -29,9 +30,9 @@ class PagedRows:
     """Where a step's tokens are. Each list has an entry for every sequence.
 
     Attributes:
-        new: the B * S rows that are written, sequence by sequence: those of one sequence as runs, those of several as
-            an integer array. None: of one sequence, whose new tokens wait until the step is committed, because they
-            would take the place of rows that it, or another step in its place, needs.
+        new: the B * S rows that are written, sequence by sequence: those of one sequence as runs, those of
+            several as an integer array. None: of one sequence, whose new tokens wait until the step is
+            committed, because they would take the place of rows that it, or another step in its place, needs.
         runs: the rows that are read, in the order of positions, the new ones included.
         first: the position of the first row that is read.
         window: the last tokens that a query sees, its own included; None: it sees all.
@@ -67,12 +68,14 @@ def read_rows(
 ) -> tuple[mx.array, mx.array]:
     """Keys and values (1, K, T, D) of rows, and of tokens behind them that wait to be written.
 
-    A single run is read as a slice. With ``copy`` its quantized values are copied to lie side by side: MLX converts
-    rows that are apart to float three times as slowly on a CPU (1,500 rows of 8 heads of 64: 225 us; a copy and the
-    conversion of it 70 and 76).
+    A single run is read as a slice. With ``copy`` its quantized values are copied to lie side by side: MLX
+    converts rows that are apart to float three times as slowly on a CPU (1,500 rows of 8 heads of 64: 225 us;
+    a copy and the conversion of it 70 and 76).
     """
     stored = [
-        stored_rows(array, runs) if len(runs) != 1 or (copy and array is arrays[0]) else array[:, :, slice(*runs[0])]
+        stored_rows(array, runs)
+        if len(runs) != 1 or (copy and array is arrays[0])
+        else array[:, :, slice(*runs[0])]
         for array in arrays
     ]
     if waiting:
@@ -154,7 +157,9 @@ def tokens_at_once(row_bytes: int, new_tokens: int, quant_bit: int) -> int:
 
 
 def shares(counts: Sequence[int], most: int, alone: int | None = None) -> Iterator[slice]:
-    """The sequences that are read together: of ``most`` rows at most, or one. With ``alone`` rows one is by itself."""
+    """The sequences that are read together: of ``most`` rows at most, or one. With ``alone`` rows one is
+    by itself.
+    """
     start, total = 0, 0
     for b, count in enumerate(counts):
         is_long = alone is not None and max(count, counts[b - 1]) >= alone

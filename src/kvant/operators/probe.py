@@ -1,8 +1,9 @@
 """Tries the fused kernel as a layer will call it, against the unfused operator on the CPU.
 
-MLX compiles an instance of the kernel when it first runs. A text that this device's compiler refuses, a threadgroup
-that is too large for it, or a wrong number would otherwise show in an answer. Small arrays show it: an instance depends
-on no size, except that MLX keeps inputs of fewer than 8 elements in Metal's constant memory.
+MLX compiles an instance of the kernel when it first runs. A text that this device's compiler refuses, a
+threadgroup that is too large for it, or a wrong number would otherwise show in an answer. Small arrays show
+it: an instance depends on no size, except that MLX keeps inputs of fewer than 8 elements in Metal's constant
+    memory.
 """
 
 import math
@@ -28,7 +29,8 @@ ROWS = 512  # so many that the second pass has its largest threadgroup
 ANY_HEADS = (1, 8)  # query heads of a kv head, if they are not known: they give every shape of a threadgroup
 # Of an output, relative to 1 + its expected magnitude: a few roundings of its dtype.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-# A GPU may divide with an error of some ulps. A quotient halfway between two integers may then round to the other one.
+# A GPU may divide with an error of some ulps. A quotient halfway between two integers may then round to the
+# other one.
 MAX_STEPS_OFF = 1.1  # in scales. The last tenth is for the scale's own rounding
 MAX_SHARE_OFF = 0.01
 
@@ -74,7 +76,9 @@ class KernelUse:
 
     def __str__(self) -> str:
         values = "" if self.value_dim == self.head_dim else f" with values of {self.value_dim}"
-        bits = self.quant_bit if self.value_bit in (0, self.quant_bit) else f"{self.quant_bit}/{self.value_bit}"
+        bits = (
+            self.quant_bit if self.value_bit in (0, self.quant_bit) else f"{self.quant_bit}/{self.value_bit}"
+        )
         kind = f"{bits} bits g{self.quant_group}" if self.quant_bit else "floats"
         has_split, has_window = self.pairs is not None, self.window is not None
         extras = {"bias split": has_split, "mask": self.mask, "window": has_window, "ALiBi": self.is_alibi}
@@ -144,7 +148,8 @@ class Agreement:
 
 
 class Trial:
-    """The arrays of calls that a layer makes: two sequences in pages, one from its second page on, or one without.
+    """The arrays of calls that a layer makes: two sequences in pages, one from its second page on, or one
+    without.
 
     Rows that hold no token hold NaN, so whoever reads one gives NaN.
     """
@@ -174,7 +179,9 @@ class Trial:
             if use.pairs is not None:
                 angle = normal(use.pairs, 2 * R)  # of each column
                 table = mx.stack([mx.cos(angle), mx.sin(angle)])
-                self.split = BiasSplit(3 * normal(K, 2, use.pairs), tuple(range(use.pairs)), table, normal(K, Dv))
+                self.split = BiasSplit(
+                    3 * normal(K, 2, use.pairs), tuple(range(use.pairs)), table, normal(K, Dv)
+                )
             past_key, past_value = (normal(B, K, R, width, dtype=use.dtype) for width in (D, Dv))
             self.past = self._empty(R)
             stored = self.stores(past_key, past_value, self.past, **self.form)
@@ -182,7 +189,8 @@ class Trial:
             mx.eval(self.query, self.key, self.value, self.past, self.sinks, self.mask)
 
     def agreement(self, backend: Backend, new_tokens: int, *, sinks: bool = False) -> Agreement:
-        """Run the kernels, and compare what they store and give with what the unfused operators do on the CPU.
+        """Run the kernels, and compare what they store and give with what the unfused operators do on the
+        CPU.
 
         Not on the GPU: some multiply float32 matrices with fewer bits.
         """
@@ -201,7 +209,9 @@ class Trial:
     def run(
         self, backend: Backend, new_tokens: int, *, sinks: bool = False
     ) -> tuple[list[mx.array], list[mx.array], mx.array]:
-        """Store the new tokens and attend to them, by the kernels: the cache then, what was stored, and the output."""
+        """Store the new tokens and attend to them, by the kernels: the cache then, what was stored, and
+        the output.
+        """
         with mx.stream(mx.cpu):  # all but the kernels: MLX would compile its own scatter for the GPU
             arrays = [mx.array(array) for array in self.past]
             key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
@@ -219,7 +229,9 @@ class Trial:
         starts, offsets = zip(*self.spans, strict=True)
         if self.use.paged:
             rows = max(len(self._places(b, S)) for b in range(len(self.spans)))
-            return attend_pages(query, arrays, step_pages(self.pages, starts, offsets, rows, self.window), **options)
+            return attend_pages(
+                query, arrays, step_pages(self.pages, starts, offsets, rows, self.window), **options
+            )
         cache, *scales = (array[None, None] for array in arrays)
         scale = scales[0] if scales else None
         return attend_fused(query, cache, scale, mx.array(offsets), window=self.window, **options)
@@ -259,7 +271,9 @@ class Trial:
         dtype = quantized_dtype(**use.bits) if use.quant_bit else use.cache_dtype or use.dtype
         shape = (1, KV_HEADS, len(self.spans) * rows)
         key, value = (mx.zeros((*shape, width)) for width in (use.head_dim, use.value_dim))
-        arrays = stored_tokens(key, value, [mx.zeros(0, dtype), mx.zeros(0, use.scale_dtype)], **self.form, alone=True)
+        arrays = stored_tokens(
+            key, value, [mx.zeros(0, dtype), mx.zeros(0, use.scale_dtype)], **self.form, alone=True
+        )
         arrays[-1] = mx.full(arrays[-1].shape, math.nan, arrays[-1].dtype)
         return arrays
 

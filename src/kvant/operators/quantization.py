@@ -26,7 +26,8 @@ def quantize(
         scale_dtype: dtype of the scales, float32 or float16; default ``x``'s dtype.
 
     Returns:
-        quantized: (..., D) int8, or (..., D/2) uint8 with element 2i in the low nibble and 2i+1 in the high one.
+        quantized: (..., D) int8, or (..., D/2) uint8 with element 2i in the low nibble and 2i+1 in the high
+            one.
         scale: (..., D/quant_group) in ``scale_dtype``.
 
     Raises:
@@ -53,9 +54,9 @@ def quantize(
 def quantize_fitted(x: mx.array, quant_group: int, scale_dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     """Quantize to 4 bits with all 16 values, nearest by least squares; an extension of PMX.
 
-    PMX leaves -8 out. Here the value of the largest magnitude becomes -8, so a scale may be negative, and then the
-    scale is the one with which the quantized values are nearest to ``x``: ``sum(x q) / sum(q^2)``. What is stored is
-    read as PMX's. All arithmetic is in float32.
+    PMX leaves -8 out. Here the value of the largest magnitude becomes -8, so a scale may be negative, and
+    then the scale is the one with which the quantized values are nearest to ``x``: ``sum(x q) / sum(q^2)``.
+    What is stored is read as PMX's. All arithmetic is in float32.
 
     Args:
         x: (..., D) floats. The group divides D.
@@ -74,9 +75,15 @@ def quantize_fitted(x: mx.array, quant_group: int, scale_dtype: mx.Dtype) -> tup
 
 
 def dequantize(
-    quantized: mx.array, scale: mx.array, *, quant_bit: int = 8, quant_group: int = 8, dtype: mx.Dtype = mx.float32
+    quantized: mx.array,
+    scale: mx.array,
+    *,
+    quant_bit: int = 8,
+    quant_group: int = 8,
+    dtype: mx.Dtype = mx.float32,
 ) -> mx.array:
-    """Turn quantized values back into numbers: times their scale, in the scale's dtype, then cast to ``dtype``.
+    """Turn quantized values back into numbers: times their scale, in the scale's dtype, then cast to
+    ``dtype``.
 
     Args:
         quantized: (..., D) int8, or (..., D/2) uint8 packed nibbles at 4 bits.
@@ -86,7 +93,8 @@ def dequantize(
         dtype: dtype of the result.
 
     Returns:
-        (..., D) in ``dtype``. A product past the scale dtype's range is infinite: 65,520 and more with float16 scales.
+        (..., D) in ``dtype``. A product past the scale dtype's range is infinite: 65,520 and more with
+        float16 scales.
 
     Raises:
         ValueError: a scale whose shape does not fit, or an unsupported bit, group or dtype.
@@ -108,13 +116,14 @@ def dequantize(
 def multiply_scale(quantized: mx.array, scale: mx.array, quant_bit: int, product_dtype: mx.Dtype) -> mx.array:
     """Quantized values times their scale, rounded to ``product_dtype``; unchecked.
 
-    PMX's operators pass the scale's dtype. The engine's caches pass float32 on a CPU: with float16 scales that skips
-    one rounding, and float16 arithmetic takes ten times as long there. On a GPU they pass the scale's too, for
-    half precision. (A product in bfloat16 rounds the scale: attention's error at 8 bits was 1.12 to 1.19 times that.)
+    PMX's operators pass the scale's dtype. The engine's caches pass float32 on a CPU: with float16 scales
+    that skips one rounding, and float16 arithmetic takes ten times as long there. On a GPU they pass the
+    scale's too, for half precision. (A product in bfloat16 rounds the scale: attention's error at 8 bits was
+    1.12 to 1.19 times that.)
     """
     quantized = _unpack_nibbles(quantized) if quant_bit == 4 else mx.view(quantized, mx.int8)
-    # float32 holds the product of a quantized value and a float16 scale exactly (8 + 11 bits). So rounding it to
-    # float16 gives the product in float16.
+    # float32 holds the product of a quantized value and a float16 scale exactly (8 + 11 bits). So rounding it
+    # to float16 gives the product in float16.
     dtype = mx.float32 if mx.default_device().type == mx.cpu else product_dtype
     grouped = mx.unflatten(quantized, -1, (scale.shape[-1], -1)).astype(dtype)  # (..., D) -> (..., D/G, G)
     product = grouped * scale.astype(dtype)[..., None]
@@ -128,7 +137,9 @@ def check_quantization(
     allowed: tuple[int, ...] = QUANT_BITS,
     names: tuple[str, str] = ("quant_bit", "quant_group"),
 ) -> None:
-    """Raise a ValueError unless the bit is allowed and the group divides the head dimension (not asked at 0 bits)."""
+    """Raise a ValueError unless the bit is allowed and the group divides the head dimension (not asked at
+    0 bits).
+    """
     bit, group = names
     if type(quant_bit) is not int or quant_bit not in allowed:
         raise ValueError(f"{bit} is {quant_bit!r}; expected one of {', '.join(map(str, allowed))}")
@@ -137,7 +148,9 @@ def check_quantization(
     if isinstance(quant_group, bool) or not isinstance(quant_group, int) or quant_group < 1:
         raise ValueError(f"{group} is {quant_group!r}; expected a positive int")
     if head_dim < 1 or head_dim % quant_group:
-        fitting = ", ".join(str(size) for size in range(1, min(head_dim, MAX_GROUP) + 1) if head_dim % size == 0)
+        fitting = ", ".join(
+            str(size) for size in range(1, min(head_dim, MAX_GROUP) + 1) if head_dim % size == 0
+        )
         expected = f"; expected one of {fitting}" if fitting else ""
         raise ValueError(f"{group} {quant_group} does not divide the head dimension {head_dim}{expected}")
     if quant_bit == 4 and head_dim % 2:
@@ -150,16 +163,16 @@ def quantized_dtype(quant_bit: int, value_bit: int = 0) -> mx.Dtype:
 
 
 def _pack_nibbles(quantized: mx.array) -> mx.array:
-    # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement. Two bytes
-    # are a word, the first of them the low one.
+    # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement.
+    # Two bytes are a word, the first of them the low one.
     words = mx.view((quantized + 8).astype(mx.uint8).flatten(-2), mx.uint16)
     return (words | (words >> 4)).astype(mx.uint8) ^ mx.array(0x88, mx.uint8)
 
 
 def _unpack_nibbles(packed: mx.array) -> mx.array:
-    # Put the two nibbles of a byte into the two bytes of a 16-bit word. On a little-endian machine (all that MLX runs
-    # on) they are then in the order of the elements. (n ^ 8) - 8 is the nibble n in two's complement. This takes a half
-    # to a third of the time of stacking the two.
+    # Put the two nibbles of a byte into the two bytes of a 16-bit word. On a little-endian machine (all that
+    # MLX runs on) they are then in the order of the elements. (n ^ 8) - 8 is the nibble n in two's
+    # complement. This takes a half to a third of the time of stacking the two.
     words = packed.astype(mx.uint16)
     words = ((words | (words << 4)) & mx.array(0x0F0F, mx.uint16)) ^ mx.array(0x0808, mx.uint16)
     return mx.view(words, mx.int8) - mx.array(8, mx.int8)  # (..., D/2) -> (..., D)

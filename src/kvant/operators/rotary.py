@@ -1,4 +1,6 @@
-"""Rotary position embedding: turns each pair of elements p and p + D/2 of a head by position * frequency of p."""
+"""Rotary position embedding: turns each pair of elements p and p + D/2 of a head by position * frequency
+of p.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +24,9 @@ class Rotary:
 
     __slots__ = ("_base", "_frequency", "_other", "_same", "_wavelengths", "factor", "frequencies")
 
-    def __init__(self, frequencies: Sequence[float], factor: float = 1.0, *, base: float | None = None) -> None:
+    def __init__(
+        self, frequencies: Sequence[float], factor: float = 1.0, *, base: float | None = None
+    ) -> None:
         """From frequencies in float64. ``base`` is given if they are its powers base^(-2p/D)."""
         self.frequencies = tuple(frequencies)
         self.factor = factor
@@ -30,14 +34,19 @@ class Rotary:
         half = len(self.frequencies)
         self._frequency = mx.array(self.frequencies * 2, mx.float32)  # of each element's pair
         # MLX takes either a base or wavelengths.
-        self._wavelengths = None if base is not None else mx.array([1 / f for f in self.frequencies], mx.float32)
+        self._wavelengths = (
+            None if base is not None else mx.array([1 / f for f in self.frequencies], mx.float32)
+        )
         # The places of cosines and sines in the rotation matrix (D, D).
         identity, nothing = mx.eye(half) * factor, mx.zeros((half, half))
         self._same = mx.eye(2 * half) * factor
         self._other = mx.concatenate(
-            [mx.concatenate([nothing, identity], axis=1), mx.concatenate([-identity, nothing], axis=1)], axis=0
+            [mx.concatenate([nothing, identity], axis=1), mx.concatenate([-identity, nothing], axis=1)],
+            axis=0,
         )
-        mx.eval(self._frequency, self._same, self._other, [] if self._wavelengths is None else self._wavelengths)
+        mx.eval(
+            self._frequency, self._same, self._other, [] if self._wavelengths is None else self._wavelengths
+        )
 
     @classmethod
     def plain(cls, head_dim: int, base: float) -> "Rotary":
@@ -47,9 +56,9 @@ class Rotary:
     def at(self, offset: int | mx.array, new_tokens: int, dtype: mx.Dtype) -> Rotate:
         """A function that turns the heads of S new tokens. One serves all layers.
 
-        On a CPU MLX composes RoPE of some twenty operations. A few tokens are turned there by products with the
-        rotation matrices of their positions: one in 5 us instead of 60 for 6 heads of 64 (measured). This is done in
-        float32 only, because half precision would round the table too.
+        On a CPU MLX composes RoPE of some twenty operations. A few tokens are turned there by products with
+        the rotation matrices of their positions: one in 5 us instead of 60 for 6 heads of 64 (measured). This
+        is done in float32 only, because half precision would round the table too.
 
         Args:
             offset: position of the first token: an int, or a (B,) array, one for each sequence.

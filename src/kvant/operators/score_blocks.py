@@ -8,8 +8,8 @@ import mlx.core as mx
 Device = Literal["cpu", "metal", "cuda"]
 Mask = Literal["none", "causal", "boolean", "added"]
 
-# Scores that one block of queries may make on a GPU. MLX has about ten of its operations under way there, which is a
-# few blocks. (By its source; no GPU was measured.)
+# Scores that one block of queries may make on a GPU. MLX has about ten of its operations under way there,
+# which is a few blocks. (By its source; no GPU was measured.)
 GPU_BLOCK_SCORES = 64 * 1024 * 1024
 
 
@@ -23,10 +23,11 @@ def device_kind(on_cpu: bool) -> Device:
 def makes_scores(
     device: Device, query: Sequence[int], tokens: Sequence[int], mask: Mask, dtype: mx.Dtype = mx.float32
 ) -> bool:
-    """Whether ``mx.fast.scaled_dot_product_attention`` makes an array of queries times tokens for every query head.
+    """Whether ``mx.fast.scaled_dot_product_attention`` makes an array of queries times tokens for every query
+    head.
 
-    The conditions are those of MLX 0.32.4. Some further cases of no scores are not counted on: widths of 256 and 512
-    with 1,024 queries or more, which depend on the GPU's generation. Sinks change nothing.
+    The conditions are those of MLX 0.32.4. Some further cases of no scores are not counted on: widths of 256
+    and 512 with 1,024 queries or more, which depend on the GPU's generation. Sinks change nothing.
 
     Args:
         query: H, S and D.
@@ -53,7 +54,12 @@ def makes_scores(
 
 
 def in_blocks(
-    attend: Callable[[mx.array, int, int], mx.array], query: mx.array, tokens: int, *, block: int, causal: bool
+    attend: Callable[[mx.array, int, int], mx.array],
+    query: mx.array,
+    tokens: int,
+    *,
+    block: int,
+    causal: bool,
 ) -> mx.array:
     """Attention (B, H, S, Dv) of queries (B, H, S, D) to T tokens, ``block`` queries at a time.
 

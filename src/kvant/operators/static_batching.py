@@ -12,7 +12,13 @@ from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.paged_kernel import attend_fused
 from kvant.operators.probe import KernelUse
 from kvant.operators.stored_tokens import float_tokens
-from kvant.operators.validation import check_attn_mask, check_bias_split, check_heads, check_numbers, check_repeat
+from kvant.operators.validation import (
+    check_attn_mask,
+    check_bias_split,
+    check_heads,
+    check_numbers,
+    check_repeat,
+)
 
 
 def key_value_cache(
@@ -32,13 +38,14 @@ def key_value_cache(
     """Append S new tokens to a cache and return all its tokens, dequantized.
 
     ``cache`` and ``scale`` are in-out. The call changes sequences [:B], layer ``layer_idx`` and positions
-    [start_pos : start_pos + S] of the caller's arrays, nothing else. Everything is checked before anything is written.
+    [start_pos : start_pos + S] of the caller's arrays, nothing else. Everything is checked before anything is
+    written.
 
     Args:
         current_key, current_value: (B, S, K, D) float32, float16 or bfloat16; int8 too with ``quant_bit`` 0.
         start_pos: tokens already in the cache: an int, or an integer array with one element.
-        cache: layout 0 (MaxB, L, 2, MaxS, K, D), layout 1 (L, MaxB, 2, K, MaxS, D); keys at index 0 of the axis of 2.
-            int8 at 8 bits, uint8 with a last dimension of D/2 at 4 bits, a float dtype at 0.
+        cache: layout 0 (MaxB, L, 2, MaxS, K, D), layout 1 (L, MaxB, 2, K, MaxS, D); keys at index 0 of the
+            axis of 2. int8 at 8 bits, uint8 with a last dimension of D/2 at 4 bits, a float dtype at 0.
         scale: as ``cache`` with a last dimension of D/quant_group, float32 or float16; None at 0 bits.
         num_layer, layer_idx: the cache's L, and the layer to write.
         quant_bit: 0, 8 or 4.
@@ -47,7 +54,8 @@ def key_value_cache(
         cache_layout: 0 or 1.
 
     Returns:
-        key, value: (B, start_pos + S, K * num_repeat, D) in the inputs' dtype. The new tokens too are read from the
+        key, value: (B, start_pos + S, K * num_repeat, D) in the inputs' dtype. The new tokens too are read
+            from the
         cache.
 
     Raises:
@@ -62,7 +70,8 @@ def key_value_cache(
     call.write(current_key.transpose(0, 2, 1, 3), current_value.transpose(0, 2, 1, 3), _at(B, start, end))
     # (B, K, T, D) -> (B, T, K * num_repeat, D)
     key, value = (
-        mx.repeat(x.transpose(0, 2, 1, 3), num_repeat, axis=2) for x in _tokens(call, B, end, current_key.dtype)
+        mx.repeat(x.transpose(0, 2, 1, 3), num_repeat, axis=2)
+        for x in _tokens(call, B, end, current_key.dtype)
     )
     return key, value
 
@@ -91,34 +100,36 @@ def multi_head_cache_attention(
 ) -> mx.array:
     """Append S new tokens to a cache and attend to all its tokens.
 
-    ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the cache, so
-    the new ones too are quantized and dequantized.
+    ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the
+    cache, so the new ones too are quantized and dequantized.
 
     Args:
         query: (B, S, H, D) float32, float16 or bfloat16.
-        current_key, current_value: (B, S, K, D) in the query's dtype. Query head h reads kv head h // (H / K).
+        current_key, current_value: (B, S, K, D) in the query's dtype. Query head h reads kv head h // (H /
+            K).
         start_pos: tokens already in the cache: an int, or an integer array with one element.
         cache, scale, num_layer, layer_idx, quant_bit, quant_group, cache_layout: as in ``key_value_cache``.
-        attn_mask: added to the scores: (S, >=T), (H, S, >=T) or (B or 1, H, S, >=T) with T = start_pos + S. Columns
-            past T are never read. A boolean mask keeps True. An empty array means no mask. A query with every
-            key masked gives zeros.
+        attn_mask: added to the scores: (S, >=T), (H, S, >=T) or (B or 1, H, S, >=T) with T = start_pos + S.
+            Columns past T are never read. A boolean mask keeps True. An empty array means no mask. A query
+            with every key masked gives zeros.
         num_heads: H.
         head_dim: D. Scores are divided by its square root; softmax is in float32.
         is_causal: query i sees key j only if j <= start_pos + i.
         is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` is.
         num_kv_heads: K; 0 means H.
-        bias_split: an extension of PMX: the projections' biases that ``current_key``, ``current_value`` and the cache
-            lack. Keys are rotated by their positions. None: PMX's operator.
-        kernels: "unfused" or "fused" forces one. None: the environment variable KVANT_KERNELS decides, otherwise it is
-            the fused kernel on a GPU if it takes the call (few new tokens, cache_layout 1, one layer). The fused
-            kernel multiplies quantized values by scales in float32; the unfused operator rounds to the scale's dtype.
+        bias_split: an extension of PMX: the projections' biases that ``current_key``, ``current_value`` and
+            the cache lack. Keys are rotated by their positions. None: PMX's operator.
+        kernels: "unfused" or "fused" forces one. None: the environment variable KVANT_KERNELS decides,
+            otherwise it is the fused kernel on a GPU if it takes the call (few new tokens, cache_layout 1,
+            one layer). The fused kernel multiplies quantized values by scales in float32; the unfused
+            operator rounds to the scale's dtype.
 
     Returns:
         (B, S, H, D) in the query's dtype.
 
     Raises:
-        ValueError: an input that does not fit, or a call that a forced kernel does not take. Cache and scale are then
-            unchanged.
+        ValueError: an input that does not fit, or a call that a forced kernel does not take. Cache and scale
+            are then unchanged.
         RuntimeError: a forced kernel that fails on this device when it is tried.
 
     Source: OpenPPL PMX, MultiHeadCacheAttention.
@@ -146,7 +157,12 @@ def multi_head_cache_attention(
         is_alibi=is_alibi,
     )
     backend = resolve(kernels, reason, [use])
-    options: dict[str, Any] = {"is_causal": is_causal, "is_alibi": is_alibi, "mask": mask, "bias_split": bias_split}
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "is_alibi": is_alibi,
+        "mask": mask,
+        "bias_split": bias_split,
+    }
     call.write(key, value, _at(B, start, end), backend)
     if backend is None:
         output = attend_tokens(query, *_tokens(call, B, end, query.dtype), **options)

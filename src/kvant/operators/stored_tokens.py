@@ -22,7 +22,8 @@ def stored_tokens(
     alone: bool = False,
     fit: bool = False,
 ) -> list[mx.array]:
-    """Keys and values (B, K, S, D) as a cache and its scale, if there is one, store them: (B, 2, K, S, last) each.
+    """Keys and values (B, K, S, D) as a cache and its scale, if there is one, store them: (B, 2, K, S, last)
+    each.
 
     Keys and values of different widths or bits lie side by side: (B, 1, K, S, last).
 
@@ -36,7 +37,9 @@ def stored_tokens(
     B, K, S, D = key.shape
     if quant_bit and backend is not None:
         options: dict[str, Any] = {"quant_bit": quant_bit, "quant_group": quant_group, "value_bit": value_bit}
-        words, scales = quantize_tokens(key, value, **options, scale_dtype=arrays[1].dtype, backend=backend, fit=fit)
+        words, scales = quantize_tokens(
+            key, value, **options, scale_dtype=arrays[1].dtype, backend=backend, fit=fit
+        )
         axes = (0, 1) if alone else 0
         return [mx.view(words.squeeze(axes), arrays[0].dtype), scales.squeeze(axes)]  # [0] would be a gather
 
@@ -57,8 +60,12 @@ def stored_tokens(
     return list(quantized(both, quant_bit)) if quant_bit else [both.astype(arrays[0].dtype)]
 
 
-def fitted_tokens(key: mx.array, value: mx.array, arrays: Sequence[mx.array], **options: Any) -> list[mx.array]:
-    """:func:`stored_tokens` as the engine's caches have them: PMX's at 8 bits, and at 4 bits nearer than PMX's."""
+def fitted_tokens(
+    key: mx.array, value: mx.array, arrays: Sequence[mx.array], **options: Any
+) -> list[mx.array]:
+    """:func:`stored_tokens` as the engine's caches have them: PMX's at 8 bits, and at 4 bits nearer than
+    PMX's.
+    """
     fit = FITTED_BITS in (options["quant_bit"], options.get("value_bit"))
     return stored_tokens(key, value, arrays, **options, fit=fit)
 
@@ -74,9 +81,9 @@ def float_tokens(
 ) -> tuple[mx.array, mx.array]:
     """The reverse of :func:`stored_tokens`, with B or without it: keys and values (B, K, S, D) in ``dtype``.
 
-    ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's. None: float32, but the
-    scale's on a GPU for half precision, so that no array of float32 is made. ``key_dim`` is the width of keys that lie
-    side by side with values.
+    ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's. None: float32,
+    but the scale's on a GPU for half precision, so that no array of float32 is made. ``key_dim`` is the width
+    of keys that lie side by side with values.
     """
     if product_dtype is None:
         wide = dtype == mx.float32 or mx.default_device().type == mx.cpu
@@ -88,7 +95,8 @@ def float_tokens(
     if value_bit not in (0, quant_bit):
         assert key_dim is not None
         width = key_dim + value_dim_of(stored[0], key_dim, quant_bit, value_bit)
-        ends = key_dim * quant_bit // 8, stored[1].shape[-1] * key_dim // width  # of a key in a row, and of its scales
+        # of a key in a row, and of its scales
+        ends = key_dim * quant_bit // 8, stored[1].shape[-1] * key_dim // width
         keys = floats([array[..., :end] for array, end in zip(stored, ends, strict=True)], quant_bit)
         values = floats([array[..., end:] for array, end in zip(stored, ends, strict=True)], value_bit)
     else:

@@ -10,9 +10,9 @@ from functools import cache
 
 import mlx.core as mx
 
-# Of so many tokens, as in a step that verifies drafts, norms, rotations, products and attention give each the numbers
-# that it has alone, to the bit: text with drafts is text without. Products of large float32 matrices do with OpenBLAS
-# on any processor, others with AVX-512 only.
+# Of so many tokens, as in a step that verifies drafts, norms, rotations, products and attention give each the
+# numbers that it has alone, to the bit: text with drafts is text without. Products of large float32 matrices
+# do with OpenBLAS on any processor, others with AVX-512 only.
 FEW_ROWS = 8
 
 
@@ -28,7 +28,8 @@ def cpu_cores() -> int:
 
 
 def run_in_threads(work: Callable[[], None], count: int) -> None:
-    """Run ``work``, which takes its tasks from what all share, in this thread and ``count`` - 1 others; wait for all.
+    """Run ``work``, which takes its tasks from what all share, in this thread and ``count`` - 1 others; wait
+    for all.
 
     So whatever the function refers to stays until all have ended, also after an interruption.
     """

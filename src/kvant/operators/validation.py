@@ -1,4 +1,5 @@
-"""Checks of what the operators are given. They run before anything is written, so a call that fails changes no cache.
+"""Checks of what the operators are given. They run before anything is written, so a call that fails changes
+no cache.
 
 One loop checks arrays and one checks numbers; a call's rows say what is expected.
 """
@@ -23,15 +24,20 @@ NumberRow = tuple[str, object, int, int | None]
 def check_arrays(rows: Iterable[ArrayRow], sizes: dict[str, int]) -> None:
     """Check arrays by rows of name, array, axes and dtypes.
 
-    An axis is a size, or a name. ``sizes`` has the size of a name; what it lacks it gets from the first array.
+    An axis is a size, or a name. ``sizes`` has the size of a name; what it lacks it gets from the first
+    array.
     """
     for name, x, axes, dtypes in rows:
         check_is_array(name, x)
         wanted = [sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes]
-        fits = x.ndim == len(axes) and all(n == w for n, w in zip(x.shape, wanted, strict=True) if isinstance(w, int))
+        fits = x.ndim == len(axes) and all(
+            n == w for n, w in zip(x.shape, wanted, strict=True) if isinstance(w, int)
+        )
         if not fits or 0 in x.shape:
             least = "" if 0 not in x.shape else ", at least 1 in every dimension"
-            raise ValueError(f"{name} has shape {x.shape}; expected {len(axes)} dimensions, {_text(wanted)}{least}")
+            raise ValueError(
+                f"{name} has shape {x.shape}; expected {len(axes)} dimensions, {_text(wanted)}{least}"
+            )
         sizes.update((axis, n) for axis, n in zip(axes, x.shape, strict=True) if isinstance(axis, str))
         check_dtype(name, x, dtypes)
 
@@ -53,7 +59,9 @@ def check_numbers(rows: Iterable[NumberRow]) -> None:
     """Check ints by rows of name, value, least and most; a most of None is any."""
     for name, value, least, most in rows:
         if (number := as_int(value, name)) < least or (most is not None and number > most):
-            expected = f"at least {least}" if most is None else f"{least}" if least == most else f"{least} to {most}"
+            expected = (
+                f"at least {least}" if most is None else f"{least}" if least == most else f"{least} to {most}"
+            )
             raise ValueError(f"{name} is {number}; expected {expected}")
 
 
@@ -67,13 +75,19 @@ def as_int(value: object, name: str) -> int:
     raise ValueError(f"{name} is {value!r}; expected an int")
 
 
-def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, *, is_causal: bool, is_alibi: bool) -> dict[str, int]:
+def check_heads(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, is_causal: bool, is_alibi: bool
+) -> dict[str, int]:
     """Check what only attention is told; return the sizes of the axes Hq, H and Dh."""
     for name, flag in (("is_causal", is_causal), ("is_alibi", is_alibi)):
         if type(flag) is not bool:
             raise ValueError(f"{name} is {flag!r}; expected True or False")
     check_numbers(
-        [("num_heads", num_heads, 1, None), ("head_dim", head_dim, 1, None), ("num_kv_heads", num_kv_heads, 0, None)]
+        [
+            ("num_heads", num_heads, 1, None),
+            ("head_dim", head_dim, 1, None),
+            ("num_kv_heads", num_kv_heads, 0, None),
+        ]
     )
     K = num_kv_heads or num_heads
     if num_heads % K:
@@ -85,13 +99,23 @@ def check_repeat(num_repeat: int, elements: int) -> None:
     """Check KeyValueCache's ``num_repeat``. Keys have so many elements without repetition."""
     check_numbers([("num_repeat", num_repeat, 1, None)])
     if elements * num_repeat > MAX_ELEMENTS:
-        raise ValueError(f"num_repeat is {num_repeat}; expected at most {MAX_ELEMENTS // elements} for this call")
+        raise ValueError(
+            f"num_repeat is {num_repeat}; expected at most {MAX_ELEMENTS // elements} for this call"
+        )
 
 
 def check_mask(
-    name: str, mask: mx.array, leads: Sequence[tuple[int, ...]], rows: int, columns: int, *, padded: bool = True
+    name: str,
+    mask: mx.array,
+    leads: Sequence[tuple[int, ...]],
+    rows: int,
+    columns: int,
+    *,
+    padded: bool = True,
 ) -> None:
-    """Check a mask (*lead, rows, columns), with one of these leads; with ``padded`` more columns are allowed."""
+    """Check a mask (*lead, rows, columns), with one of these leads; with ``padded`` more columns are
+    allowed.
+    """
     check_is_array(name, mask)
     fits = mask.ndim >= 2 and mask.shape[:-2] in leads and mask.shape[-2] == rows
     if not fits or mask.shape[-1] < columns or (mask.shape[-1] > columns and not padded):
@@ -118,7 +142,9 @@ def check_bias_split(split: BiasSplit | None, K: int, D: int, tokens: int) -> No
         raise ValueError(f"bias_split is a {type(split).__name__}; expected a BiasSplit")
     P = len(split.pairs)
     if D % 2 or len(set(split.pairs)) != P or any(not 0 <= as_int(p, "pair") < D // 2 for p in split.pairs):
-        raise ValueError(f"bias_split has pairs {split.pairs}; expected different ints from 0 to {D // 2 - 1}")
+        raise ValueError(
+            f"bias_split has pairs {split.pairs}; expected different ints from 0 to {D // 2 - 1}"
+        )
     for name, x, expected in (
         ("key_bias", split.key_bias, (K, 2, P)),
         ("rotation", split.rotation[..., :tokens], (2, P, tokens)),
@@ -129,7 +155,9 @@ def check_bias_split(split: BiasSplit | None, K: int, D: int, tokens: int) -> No
 
 
 def check_tokens(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None, offset: int) -> None:
-    """Check a cache's inputs: query (B, H, S, D), key and value (B, K, S, D), a mask with offset + S columns."""
+    """Check a cache's inputs: query (B, H, S, D), key and value (B, K, S, D), a mask with offset + S
+    columns.
+    """
     fits = query.ndim == key.ndim == 4 and key.shape == value.shape
     B, H, S, D = query.shape if fits else (0, 0, 0, 0)
     if not fits or (key.shape[0], *key.shape[2:]) != (B, S, D) or H % key.shape[1]:

@@ -2,8 +2,9 @@
 
     python -m kvant.operators.vectors [--check module:function] [--only PATTERN] [--list]
 
-Without --check it runs kvant's operators. As a file, ``python vectors.py --check module:function``, it needs NumPy and
-safetensors only. scripts/operator_vectors.py writes vectors.json and vectors.safetensors; docs/operators.md has more.
+Without --check it runs kvant's operators. As a file, ``python vectors.py --check module:function``, it needs
+NumPy and safetensors only. scripts/operator_vectors.py writes vectors.json and vectors.safetensors;
+docs/operators.md has more.
 """
 
 import argparse
@@ -65,7 +66,9 @@ def read_vectors(folder: Path = Path(__file__).parent) -> list[Vector]:
 
 
 def find_faults(vector: Vector, implementation: Implementation) -> list[str]:
-    """Run one case. The faults name the result, the first wrong element and the largest error; none is a pass."""
+    """Run one case. The faults name the result, the first wrong element and the largest error; none is a
+    pass.
+    """
     try:
         given = {name: x.copy() for name, x in vector.inputs.items()}
         results = implementation(vector.operator, given, dict(vector.attributes))
@@ -122,7 +125,9 @@ def kvant_operators(operator: str, inputs: dict[str, Array], attributes: dict[st
     given = {name: to_mx(x) for name, x in inputs.items()}
     path = {"kernels": "unfused"} if operator == "multi_head_cache_attention" else {}
     results = attrgetter(operator)(operators)(**given, **attributes, **path)
-    named = {"output": results} if "attention" in operator else dict(zip(("key", "value"), results, strict=True))
+    named = (
+        {"output": results} if "attention" in operator else dict(zip(("key", "value"), results, strict=True))
+    )
     named |= {name: given[name] for name in STORED if name in given}
     return {name: np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x) for name, x in named.items()}
 
@@ -134,11 +139,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command: 0 if all cases pass, 1 if some fail. It exits with 2 and one line if it is called wrongly."""
-    parser = _Parser(prog="kvant.operators.vectors", description="Run an implementation against the test vectors.")
+    """Run the command: 0 if all cases pass, 1 if some fail. It exits with 2 and one line if it is called
+    wrongly.
+    """
+    parser = _Parser(
+        prog="kvant.operators.vectors", description="Run an implementation against the test vectors."
+    )
     own = "kvant.operators.vectors:kvant_operators"
-    parser.add_argument("--check", metavar="MODULE:FUNCTION", default=own, help="the implementation; default: kvant")
-    parser.add_argument("--only", metavar="PATTERN", default="", help="part of the names of cases; * and ? are any")
+    parser.add_argument(
+        "--check", metavar="MODULE:FUNCTION", default=own, help="the implementation; default: kvant"
+    )
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="part of the names of cases; * and ? are any"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     options = parser.parse_args(arguments)
     vectors = [vector for vector in read_vectors() if fnmatchcase(vector.name, f"*{options.only}*")]

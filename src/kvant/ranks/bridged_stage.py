@@ -1,15 +1,16 @@
 """A rank's layers of a model that mlx-lm's class computes. B batch, S new tokens, N ranks.
 
-mlx-lm's module stays whole, and its own loop over its layers runs on every rank with the same ids. A layer of another
-rank gives back the hidden states that it is given. A rank's first layer receives them from the rank before, its last
-one sends them to the next, and rank N - 1 back to rank 0, where the loop goes on to the logits:
+mlx-lm's module stays whole, and its own loop over its layers runs on every rank with the same ids. A layer of
+another rank gives back the hidden states that it is given. A rank's first layer receives them from the rank
+before, its last one sends them to the next, and rank N - 1 back to rank 0, where the loop goes on to the
+logits:
 
     rank 0: embedding, own layers, send -> 1     receive <- N - 1, norm, head
     rank 1:       receive <- 0, own layers, send -> 2
     ...
 
-Nothing depends on what an absent layer, or a follower's embedding and head, would compute. MLX never evaluates them, so
-their weights are not read.
+Nothing depends on what an absent layer, or a follower's embedding and head, would compute. MLX never
+evaluates them, so their weights are not read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,19 +63,30 @@ def load_bridged_stage(
 class BridgedStageModel(BridgedModel):
     """The part of a bridged model that one rank computes.
 
-    Every rank calls its methods with the same ids, and with caches that hold the same tokens, and evaluates what it is
-    returned before the next call. Rank 0 is returned logits; the others what they sent, which nobody reads.
+    Every rank calls its methods with the same ids, and with caches that hold the same tokens, and evaluates
+    what it is returned before the next call. Rank 0 is returned logits; the others what they sent, which
+    nobody reads.
     """
 
     def __init__(
-        self, module: Module, config: BridgedConfig, dtype: mx.Dtype, ranks: Ranks, layers: range, found: LayerList
+        self,
+        module: Module,
+        config: BridgedConfig,
+        dtype: mx.Dtype,
+        ranks: Ranks,
+        layers: range,
+        found: LayerList,
     ) -> None:
-        """``module``: its weights may be lazy. ``layers``: this rank's numbers. ``found``: all of its layers."""
+        """``module``: its weights may be lazy. ``layers``: this rank's numbers. ``found``: all of its
+        layers.
+        """
         super().__init__(module, config, dtype)
         self.ranks, self.layers, self._found = ranks, layers, found
         leads = ranks.rank == 0
         own = {name for n in layers for name in _below(module, found.paths[n])}
-        others = {name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)}
+        others = {
+            name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)
+        }
         self.held = frozenset(parameters(module).keys() - others if leads else own)  # no other weight is read
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
@@ -95,7 +107,8 @@ class BridgedStageModel(BridgedModel):
 
     def make_pool(self, *arguments: Any, **options: Any) -> Never:
         raise ModelError(
-            f"{self.config.model_type} on several machines takes one sequence at a time: mlx-lm's class computes it"
+            f"{self.config.model_type} on several machines takes one sequence at a time: mlx-lm's class "
+            f"computes it"
         )
 
     @property
@@ -112,7 +125,9 @@ class BridgedStageModel(BridgedModel):
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
         """Compute the logits on rank 0; elsewhere the hidden states that are sent, (B, S, hidden)."""
         with self._step(cache, returns=True):
-            result: mx.array = self.module(inputs) if cache is None else self.module(inputs, cache=cache.entries)
+            result: mx.array = (
+                self.module(inputs) if cache is None else self.module(inputs, cache=cache.entries)
+            )
             if self.ranks.rank:
                 (result,) = self._sent
         if cache is not None:
@@ -121,7 +136,9 @@ class BridgedStageModel(BridgedModel):
 
     @contextmanager
     def _step(self, cache: BridgedBatch | None, *, returns: bool) -> Iterator[None]:
-        """Mark the calls of layers in it as a step's; if it ``returns``, hidden states come back to rank 0."""
+        """Mark the calls of layers in it as a step's; if it ``returns``, hidden states come back to rank
+        0.
+        """
         self._computes, self._returns, self._cache, self._sent = True, returns, cache, []
         try:
             yield
@@ -163,14 +180,17 @@ class BridgedStageModel(BridgedModel):
 
 
 def _check_range(folder: Path, ranks: Ranks, layers: range, total: int) -> None:
-    """Refuse layers that are not there, none at all, or a first or last rank without the first or last layer."""
+    """Refuse layers that are not there, none at all, or a first or last rank without the first or last
+    layer.
+    """
     first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
     starts = layers.start == 0 if first else layers.start > 0
     ends = layers.stop == total if last else layers.stop < total
     if layers.step != 1 or not layers or not starts or not ends:
         raise ModelError(
             f"{folder}: rank {ranks.rank} of {ranks.size} is to have the layers from {layers.start} up to "
-            f"{layers.stop}, of {total} in all; expected one or more, rank 0's from 0 and the last rank's up to {total}"
+            f"{layers.stop}, of {total} in all; expected one or more, rank 0's from 0 and the last rank's up "
+            f"to {total}"
         )
 
 

@@ -42,12 +42,16 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}")
         if not (given := environ.get(GUARD)) and backend == "mpi":
-            raise ValueError(f"MPI needs {GUARD}=HOST:PORT, an address of rank 0's machine (mpirun -x {GUARD}=...)")
+            raise ValueError(
+                f"MPI needs {GUARD}=HOST:PORT, an address of rank 0's machine (mpirun -x {GUARD}=...)"
+            )
         host, port = _address(given) if given else _address(address, before=1)
     except KeyError as error:
         raise RanksError(f"MLX's back end {backend!r} needs {error.args[0]} in the environment") from error
     except (OSError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise RanksError(f"the launcher's variables for MLX's back end {backend!r}: {one_line(error)}") from error
+        raise RanksError(
+            f"the launcher's variables for MLX's back end {backend!r}: {one_line(error)}"
+        ) from error
     return Place(rank, size, backend, host, port)
 
 

@@ -20,8 +20,12 @@ CALLS = ("__call__", "feed", "next_logits", "every_logits")
 class PlannedBatch(PoolBatch):
     """What a model sees of a pool in a step whose sequences another process keeps. It serves one step."""
 
-    def __init__(self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int) -> None:
-        """``tables``: of each of the pool's parts, each sequence's pages. ``rows`` past the sequences are padding."""
+    def __init__(
+        self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int
+    ) -> None:
+        """``tables``: of each of the pool's parts, each sequence's pages. ``rows`` past the sequences are
+        padding.
+        """
         self.pool, self.turn, self.sequences, self.rows = pool, pool.turn, (), rows
         self.step: mx.array | None = None
         self._placed, self.unwritten = {}, Waiting(list)
@@ -33,7 +37,9 @@ class PlannedBatch(PoolBatch):
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         placed = zip(self.pool.parts, self._tables, strict=True)
-        self._placed = {part: place_rows(part, tables, self._held, inputs.shape[1]) for part, tables in placed}
+        self._placed = {
+            part: place_rows(part, tables, self._held, inputs.shape[1]) for part, tables in placed
+        }
         self.step = inputs
         return self.lengths
 

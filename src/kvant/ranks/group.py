@@ -21,12 +21,13 @@ class Traffic:
 class Ranks:
     """This process among the others. Rank 0 reads input and prints.
 
-    MLX matches collectives by their order alone: every rank calls the same ones, and evaluates each step before the
-    next one begins.
+    MLX matches collectives by their order alone: every rank calls the same ones, and evaluates each step
+    before the next one begins.
     """
 
     group: mx.distributed.Group
-    traffic: Traffic = field(default_factory=Traffic)  # counted when a step is built, since it was set to nothing
+    # counted when a step is built, since it was set to nothing
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def rank(self) -> int:
@@ -55,7 +56,9 @@ class Ranks:
         return mx.distributed.all_gather(x, group=self.group)
 
     def send(self, x: mx.array, to: int) -> mx.array:
-        """Send an array to a neighbour in the ring. It is sent when the result, the same array, is evaluated."""
+        """Send an array to a neighbour in the ring. It is sent when the result, the same array, is
+        evaluated.
+        """
         self.traffic.messages += 1
         self.traffic.bytes += x.nbytes
         return mx.distributed.send(x, to, group=self.group)
@@ -73,4 +76,6 @@ def connect(backend: str) -> Ranks:
     try:
         return Ranks(mx.distributed.init(strict=True, backend=backend))
     except (RuntimeError, ValueError) as error:
-        raise RanksError(f"MLX's distributed back end {backend!r} does not start: {one_line(error)}") from error
+        raise RanksError(
+            f"MLX's distributed back end {backend!r} does not start: {one_line(error)}"
+        ) from error

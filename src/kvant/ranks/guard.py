@@ -1,7 +1,7 @@
 """The guard of a run on several ranks: a TCP connection from each to rank 0, beside MLX's own.
 
-It carries rank 0's messages to the others, and beats that show that a process lives. MLX's collectives block in C++,
-and some never notice that another rank is gone. So a thread of the guard ends this process.
+It carries rank 0's messages to the others, and beats that show that a process lives. MLX's collectives block
+in C++, and some never notice that another rank is gone. So a thread of the guard ends this process.
 
 A message is a line of JSON; an empty line is a beat. Nothing that arrives is executed.
 """
@@ -26,13 +26,15 @@ from kvant.ranks.joining import gather_ranks, reach_first
 
 BEAT_S = 0.25
 SILENCE_S = 3.5  # without a byte from a rank that has begun: it is lost
-JOIN_S = 30.0  # for all ranks to come; and of silence before a rank has begun: it imports, joins MLX's group and loads
+# for all ranks to come; and of silence before a rank has begun: it imports, joins MLX's group and loads
+JOIN_S = 30.0
 ENDED_S = 3.0  # after rank 0's end, for a rank's process to end by itself
 WORDS_S = 1.0  # for the last line and for the last message
 MAX_BYTES = 64 * 2**20  # of a message
 LINE_COLUMNS = 1000  # another rank's error, which is cut already
 LOST = "lost"  # why rank 0 ends if another rank did before
-# MLX joins its group with the interpreter's lock held: no thread of Python runs, so another process keeps the time.
+# MLX joins its group with the interpreter's lock held: no thread of Python runs, so another process keeps the
+# time.
 TIMER = """
 import os, sys, time
 rank, until = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
@@ -58,16 +60,18 @@ class Peer:
     heard: float  # last, in the guard's time
     silence_s: float  # after which it is lost
     sending: threading.Lock = field(default_factory=threading.Lock)  # held while a message is on its way
-    inbox: "SimpleQueue[tuple[str, Any]]" = field(default_factory=SimpleQueue)  # kind and body of each message
+    # kind and body of each message
+    inbox: "SimpleQueue[tuple[str, Any]]" = field(default_factory=SimpleQueue)
 
 
 class Guard:
     """One rank's guard. Rank 0 is connected to all others, each of them to rank 0.
 
-    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in one order. Once rank 0 has ended the run, they
-    raise Ended on the others.
+    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in one order. Once rank 0 has ended the
+    run, they raise Ended on the others.
 
-    A rank that is killed, stopped or asleep, or failed ends the processes of all. One line on standard error says
+    A rank that is killed, stopped or asleep, or failed ends the processes of all. One line on standard error
+    says
     which: rank 0's, or rank 1's if rank 0 is the lost one. Ranks end with their launcher, too.
     """
 
@@ -92,8 +96,8 @@ class Guard:
     ) -> "Guard":
         """Wait until all ranks are here and :meth:`agree` on ``facts``, such as versions.
 
-        The run ends with ``launcher``, a process of this machine. ``deadline_s`` is for all ranks to come, and of
-        silence of a rank that has not begun; after ``silence_s`` one that has is lost.
+        The run ends with ``launcher``, a process of this machine. ``deadline_s`` is for all ranks to come,
+        and of silence of a rank that has not begun; after ``silence_s`` one that has is lost.
         """
         guard = cls(place.rank, place.size, launcher, silence_s)
         try:
@@ -121,7 +125,9 @@ class Guard:
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """Give rank 0 every rank's value, in the order of ranks, and the others an empty list. All ranks call it."""
+        """Give rank 0 every rank's value, in the order of ranks, and the others an empty list. All ranks
+        call it.
+        """
         return self._collect("value", value)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
@@ -137,10 +143,15 @@ class Guard:
 
     @contextmanager
     def within(self, seconds: float, doing: str) -> Iterator[None]:
-        """End this process, with a line that names ``doing``, unless it is done in time; it may hold Python's lock."""
-        line = "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
+        """End this process, with a line that names ``doing``, unless it is done in time; it may hold
+        Python's lock.
+        """
+        line = (
+            "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
+        )
         command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
-        timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is not for it
+        # Ctrl-C is not for it
+        timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             yield
         finally:
@@ -150,7 +161,8 @@ class Guard:
     def end(self, code: int, why: str = "") -> None:
         """Tell the others that this rank's run is over; its process is to end now, by itself.
 
-        Rank 0: the others end with ``code``, silently; it says why itself. Another: rank 0 prints ``why``, and all end.
+        Rank 0: the others end with ``code``, silently; it says why itself. Another: rank 0 prints ``why``,
+        and all end.
         """
         if not self._ended:
             self._over.acquire()
@@ -163,7 +175,8 @@ class Guard:
         if len(line) > MAX_BYTES:
             raise RanksError(f"a message between ranks has {len(line)} bytes; expected at most {MAX_BYTES}")
         for peer in self._peers.values():
-            with peer.sending, suppress(OSError):  # who reads from it notices too, and may find its last words
+            # who reads from it notices too, and may find its last words
+            with peer.sending, suppress(OSError):
                 peer.socket.sendall(line)
 
     def _next(self, peer: Peer, expected: str) -> Any:
@@ -196,7 +209,8 @@ class Guard:
                     self._lose(peer, f"has said nothing for {peer.silence_s:g} s: {why}")
             time.sleep(BEAT_S)
             now = time.monotonic()
-            self._time += min(now - before, 2 * BEAT_S)  # not while this process was stopped: it could hear nobody
+            # not while this process was stopped: it could hear nobody
+            self._time += min(now - before, 2 * BEAT_S)
             before = now
 
     def _is_orphan(self) -> bool:
@@ -236,7 +250,9 @@ class Guard:
 
     def _hear_end(self, peer: Peer, code: int, why: str) -> NoReturn:
         if self.rank == 0:
-            self._leave(f"rank {peer.rank}: {why}" if why else f"rank {peer.rank} ended with exit code {code}", code)
+            self._leave(
+                f"rank {peer.rank}: {why}" if why else f"rank {peer.rank} ended with exit code {code}", code
+            )
         self._over.acquire()
         self._ended = True
         peer.inbox.put(("end", code))
@@ -271,7 +287,9 @@ def first_difference(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Say which fact differs first from rank 0's, with both values; empty if none does."""
     for name in {**own, **theirs}:
         found = [facts.get(name, "missing") for facts in (own, theirs)]
-        ours, other = (value if isinstance(value, str) else json.dumps(value, sort_keys=True) for value in found)
+        ours, other = (
+            value if isinstance(value, str) else json.dumps(value, sort_keys=True) for value in found
+        )
         if ours != other:
             return f"{name} is {other}; rank 0 has {ours}"
     return ""

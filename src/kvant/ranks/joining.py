@@ -29,7 +29,8 @@ def gather_ranks(place: Place, seconds: float) -> Iterator[tuple[int, socket.soc
                 connection, _ = listening.accept()
             except TimeoutError:
                 raise RanksError(
-                    f"rank {', '.join(map(str, sorted(missing)))} of {place.size} did not come within {seconds:g} s; "
+                    f"rank {', '.join(map(str, sorted(missing)))} of {place.size} did not come within "
+                    f"{seconds:g} s; "
                     f"expected at {_where(place)}"
                 ) from None
             except OSError:  # somebody who left at once, or no more files can be open
@@ -49,7 +50,8 @@ def reach_first(place: Place, seconds: float) -> Iterator[tuple[int, socket.sock
     while (left := until - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((place.host, place.port), timeout=left)
-            if connection.getsockname() == connection.getpeername():  # a port that connections get theirs from, too
+            # a port that connections get theirs from, too
+            if connection.getsockname() == connection.getpeername():
                 connection.close()
                 raise ConnectionRefusedError(None, "nobody listens")
             connection.sendall(json.dumps(["kvant", place.rank, place.size]).encode() + b"\n")
@@ -61,7 +63,8 @@ def reach_first(place: Place, seconds: float) -> Iterator[tuple[int, socket.sock
         yield 0, connection
         return
     raise RanksError(
-        f"rank 0 of {place.size} did not come within {seconds:g} s; expected it at {_where(place)} ({failure})"
+        f"rank 0 of {place.size} did not come within {seconds:g} s; expected it at {_where(place)} "
+        f"({failure})"
     )
 
 

@@ -26,9 +26,9 @@ NOTICED_S = 1.0  # for the guard, which knows whether another rank is gone; MLX'
 class Lead:
     """A :class:`kvant.models.LanguageModel` that is computed by all ranks.
 
-    The others compute the same steps on their parts, and have no tokens of their own to choose: ids are in what they
-    are told. A step is evaluated before it is returned. Caches and pools are those that this model makes. They cannot
-    be saved, loaded or forked.
+    The others compute the same steps on their parts, and have no tokens of their own to choose: ids are in
+    what they are told. A step is evaluated before it is returned. Caches and pools are those that this model
+    makes. They cannot be saved, loaded or forked.
     """
 
     embedding_size: int | None = None  # the other ranks compute from ids
@@ -40,7 +40,9 @@ class Lead:
         guard: Guard,
         whole: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``part``: rank 0's. ``whole``: a step is computed in it; it keeps Ctrl-C until the others have theirs."""
+        """``part``: rank 0's. ``whole``: a step is computed in it; it keeps Ctrl-C until the others have
+        theirs.
+        """
         self.part, self.ranks = part, ranks
         self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
         self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
@@ -97,7 +99,9 @@ class Lead:
         return pool
 
     def _told_made(self, made: object, kind: str, options: dict[str, Any]) -> None:
-        """Have the others make the same. The others do not know the model's digest, which was checked here."""
+        """Have the others make the same. The others do not know the model's digest, which was checked
+        here.
+        """
         if options.get("kv_format") not in (None, PMX):
             options["kv_format"] = KVFormat.of(options["kv_format"]).as_json() | {"model": ""}
         number = self._made
@@ -108,9 +112,13 @@ class Lead:
         self._numbers[made] = number
         finalize(made, self._dropped.append, number)
 
-    def _step(self, call: Callable[..., Computed], inputs: mx.array, cache: ModelCache | PoolBatch) -> Computed:
+    def _step(
+        self, call: Callable[..., Computed], inputs: mx.array, cache: ModelCache | PoolBatch
+    ) -> Computed:
         if (number := self._numbers.get(cache.pool)) is None:
-            raise RanksError("the cache is not of this model; on several ranks expected one of model.make_cache")
+            raise RanksError(
+                "the cache is not of this model; on several ranks expected one of model.make_cache"
+            )
         cache.begin(inputs)  # refuses what does not fit, before the others are told
         ids = inputs.tolist()
         plan = {"lengths": cache.lengths} if cache.pool.alone else _pool_plan(cache)
@@ -141,6 +149,8 @@ def _pool_plan(batch: PoolBatch) -> dict[str, Any]:
     for part in parts:
         copies.append(part.copied or [])
         part.copied = []
-    tables = [[(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(parts))]
+    tables = [
+        [(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(parts))
+    ]
     lengths = [sequence.length for sequence in batch.sequences]
     return {"copies": copies, "tables": tables, "lengths": lengths, "rows": batch.rows}

@@ -1,4 +1,6 @@
-"""Pipeline: each rank has some of the layers, and what it computes goes on to the next. B batch, S new tokens."""
+"""Pipeline: each rank has some of the layers, and what it computes goes on to the next. B batch, S new
+tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,10 +21,12 @@ from kvant.threads import check_process
 
 
 class StageDecoder(Decoder):
-    """Some layers of a model, as a rank has them. It is called on every rank, with caches of the same lengths.
+    """Some layers of a model, as a rank has them. It is called on every rank, with caches of the same
+    lengths.
 
-    The hidden states go from rank to rank and back to rank 0, which has the embedding, the last norm and the head:
-    its logits are those of one process, bitwise. Elsewhere the result is what was sent, to be evaluated.
+    The hidden states go from rank to rank and back to rank 0, which has the embedding, the last norm and the
+    head: its logits are those of one process, bitwise. Elsewhere the result is what was sent, to be
+        evaluated.
     """
 
     def __init__(self, ranks: Ranks, parts: DecoderParts, all_windows: Sequence[int | None]) -> None:
@@ -53,10 +57,13 @@ class StageDecoder(Decoder):
     def _computed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
         """As :meth:`_passed`; on rank 0 the logits of what came back."""
         passed = self._passed(inputs, offset, cache, wanted=wanted)
-        return passed if self.ranks.rank else self.logits(rms_norm(passed, self._norm, self.config.rms_norm_eps))
+        return (
+            passed if self.ranks.rank else self.logits(rms_norm(passed, self._norm, self.config.rms_norm_eps))
+        )
 
     def _passed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
-        """Take a step of (B, S) ids through this rank's layers; the last ``wanted`` positions go back to rank 0.
+        """Take a step of (B, S) ids through this rank's layers; the last ``wanted`` positions go back to rank
+        0.
 
         Returns these on rank 0, and elsewhere what was sent; with none, what there is to evaluate.
         """
@@ -82,9 +89,17 @@ class StageDecoder(Decoder):
 def load_stage(
     folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None, adapter: Path | None = None
 ) -> StageDecoder:
-    """As :func:`kvant.models.load_decoder`, this rank's layers; on rank 0 the embedding, last norm and head too."""
+    """As :func:`kvant.models.load_decoder`, this rank's layers; on rank 0 the embedding, last norm and
+    head too.
+    """
     first = ranks.rank == 0
     parts = load_part(
-        folder, layers=layers, embedding=first, head=first, all_sum=ranks.all_sum, progress=progress, adapter=adapter
+        folder,
+        layers=layers,
+        embedding=first,
+        head=first,
+        all_sum=ranks.all_sum,
+        progress=progress,
+        adapter=adapter,
     )
     return StageDecoder(ranks, parts, ModelConfig.from_folder(folder).windows)

@@ -1,8 +1,11 @@
-"""Tensor parallelism: every rank has a part of each layer's heads and features, and all have the stream of tokens.
+"""Tensor parallelism: every rank has a part of each layer's heads and features, and all have the stream of
+tokens.
 
-Attention and MLP end in a projection whose inputs are divided. Each rank's product is an addend, and the ranks sum
+Attention and MLP end in a projection whose inputs are divided. Each rank's product is an addend, and the
+ranks sum
 them: two sums a layer, of (B, S, hidden). An output head that is stored by itself is divided by tokens,
-and the logits are gathered. Every rank is called with the same tokens, and evaluates a step before the next one.
+and the logits are gathered. Every rank is called with the same tokens, and evaluates a step before the next
+one.
 
 Source of the division: Shoeybi et al., arXiv 1909.08053.
 """
@@ -75,7 +78,9 @@ class TensorDecoder(Decoder):
 def load_tensor(
     folder: Path, ranks: Ranks, progress: Progress | None = None, adapter: Path | None = None
 ) -> TensorDecoder:
-    """Load this rank's part of a model folder, as :func:`kvant.models.load_decoder`. All ranks call it together."""
+    """Load this rank's part of a model folder, as :func:`kvant.models.load_decoder`. All ranks call it
+    together.
+    """
     config, _ = open_folder(folder)
     dealt = shares(config, ranks.size)
     share = dealt[ranks.rank]
@@ -84,13 +89,17 @@ def load_tensor(
     layers = []
     for block, bias in zip(parts.layers, _united_biases(parts, ranks), strict=True):
         attention = replace(block.self_attn, qkv_bias=bias)
-        own = TensorAttention(**_fields(attention), ranks=ranks, counts_keys=share.counts_keys, norm_sizes=norm_sizes)
+        own = TensorAttention(
+            **_fields(attention), ranks=ranks, counts_keys=share.counts_keys, norm_sizes=norm_sizes
+        )
         layers.append(TensorBlock(**{**_fields(block), "self_attn": own}, ranks=ranks))
     return TensorDecoder(replace(parts, layers=tuple(layers)), ranks, dealt)
 
 
 def _united_biases(parts: DecoderParts, ranks: Ranks) -> list[ProjectionBias | None]:
-    """The bias of each layer, divided at the rotary pairs that any rank's heads choose, as one process does."""
+    """The bias of each layer, divided at the rotary pairs that any rank's heads choose, as one process
+    does.
+    """
     biases = [layer.self_attn.qkv_bias for layer in parts.layers]
     own = [bias for bias in biases if bias is not None]
     if len(own) < len(biases):

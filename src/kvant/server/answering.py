@@ -59,7 +59,9 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
             variables["tools"] = shown_tools(service, generation, deferred=False) or None
-            messages = with_system(for_template(generation.messages, service.tool_format), service.system_place)
+            messages = with_system(
+                for_template(generation.messages, service.tool_format), service.system_place
+            )
             text = render_chat(service.tokenizer, messages, variables)
             service.check_length(text)
             return Prompt(text, encode_rendered(service.tokenizer, text))
@@ -83,7 +85,8 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
         raise refused(error) from error
     # OpenAI's penalties count the tokens of the answer.
     counted: list[LogitsProcessor] = [
-        replace(each, first=len(prompt.ids)) if isinstance(each, Presence | Frequency) else each for each in processors
+        replace(each, first=len(prompt.ids)) if isinstance(each, Presence | Frequency) else each
+        for each in processors
     ]
     if generation.thinking_budget is not None:
         counted.append(thinking_budget(tokenizer, prompt.text, len(prompt.ids), generation.thinking_budget))
@@ -176,7 +179,8 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
         case QueueFullError():
             return busy(error)
         case EngineError():
-            failed = "the engine failed; the server's log has the kind of the error"  # what by is for the log alone
+            # what by is for the log alone
+            failed = "the engine failed; the server's log has the kind of the error"
             return ApiError(said if error.__cause__ is None else failed, status=503)
         case GrammarError():
             return ApiError(said)
@@ -211,7 +215,9 @@ class AnswerText:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended it. One is looked for in the answer itself: thinking and calls do not count."""
+        """The stop string that ended it. One is looked for in the answer itself: thinking and calls do not
+        count.
+        """
         return self._stop.found
 
     def take(self, token: Token) -> list[Text | Call]:
@@ -240,7 +246,8 @@ class AnswerText:
 
         Args:
             prompt: that the text begins with.
-            others: every token but the first, which has no log-probability, with its own and the most probable ones.
+            others: every token but the first, which has no log-probability, with its own and the most
+                probable ones.
         """
         self._prompt = len(prompt.text)
         if not self._logprobs:
@@ -310,4 +317,6 @@ class AnswerText:
     def _told(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
         written = self._text.token_bytes(token)
         told = None if logprob is None else max(logprob, LEAST_LOGPROB)
-        return TokenLogprob(written.decode("utf-8", "replace"), told, written, [self._told(*other) for other in top])
+        return TokenLogprob(
+            written.decode("utf-8", "replace"), told, written, [self._told(*other) for other in top]
+        )

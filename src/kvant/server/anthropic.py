@@ -1,4 +1,5 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens (docs.claude.com), as far as this server follows them.
+"""Anthropic's /v1/messages and /v1/messages/count_tokens (docs.claude.com), as far as this server follows
+them.
 
 Fields that are not here are left out, and said.
 """
@@ -51,7 +52,8 @@ BILLING = "x-anthropic-billing-header:"
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 REFERENCE = "tool_reference"  # the type of a part of a result that names a tool which a search found
 EXPECTED = "text, a document of plain text, thinking, tool_use or tool_result"
-CacheControl = dict[str, Any] | None  # changes nothing: every prompt's beginning is shared with those that follow
+# changes nothing: every prompt's beginning is shared with those that follow
+CacheControl = dict[str, Any] | None
 
 
 class TextBlock(Fields, frozen=True):
@@ -159,7 +161,9 @@ class OutputConfig(Fields, frozen=True):
 
 
 class ContextManagement(Fields, frozen=True):
-    """Edits of the conversation before it is fed: only the one that leaves it as it is; others are left out."""
+    """Edits of the conversation before it is fed: only the one that leaves it as it is; others are left
+    out.
+    """
 
     edits: list[dict[str, Any]] | None = None
 
@@ -202,7 +206,9 @@ def messages_generation(body: MessagesBody, service: Service, left_out: LeftOut)
     """What a body of /v1/messages asks for."""
     if body.temperature is not None:
         check_range("temperature", body.temperature, 0, 1)
-    sampling = sampling_options(SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k))
+    sampling = sampling_options(
+        SamplingFields(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
+    )
     thinking = body.thinking
     budget = thinking.budget_tokens if isinstance(thinking, ThinkingOn) else None
     if budget is not None and not 1 <= budget < body.max_tokens:
@@ -283,38 +289,48 @@ def _objects(value: object) -> list[dict[str, Any]]:
 
 def shows_thinking(body: MessagesBody) -> bool:
     """Whether the client wants the text of the thinking."""
-    return not (isinstance(body.thinking, ThinkingOn | ThinkingAdaptive) and body.thinking.display == "omitted")
+    return not (
+        isinstance(body.thinking, ThinkingOn | ThinkingAdaptive) and body.thinking.display == "omitted"
+    )
 
 
 def _format(body: Conversation) -> Format | None:
     given = (body.output_config or OutputConfig()).format
     if given is not None and body.output_format is not None:
-        raise ApiError("output_config.format and output_format are given; expected one of them", param="output_format")
+        raise ApiError(
+            "output_config.format and output_format are given; expected one of them", param="output_format"
+        )
     given = given or body.output_format
     return None if given is None else Format("json_schema", given.schema)
 
 
 def _variables(body: Conversation, tokenizer: Tokenizer, left_out: LeftOut) -> Mapping[str, Any]:
     found: dict[str, Any] = {}
-    if isinstance(body.thinking, ThinkingOn | ThinkingOff):  # with "adaptive" the model decides, as its template does
+    # with "adaptive" the model decides, as its template does
+    if isinstance(body.thinking, ThinkingOn | ThinkingOff):
         found |= switched(tokenizer, isinstance(body.thinking, ThinkingOn), "thinking", left_out)
     effort = (body.output_config or OutputConfig()).effort
     return found | with_effort(tokenizer, effort, "output_config.effort", left_out)
 
 
 def _messages(body: Conversation, tools: Sequence[Tool], left_out: LeftOut) -> list[dict[str, Any]]:
-    """The system prompt and the turns. Messages of one role that follow one another are one turn, as at Anthropic."""
+    """The system prompt and the turns. Messages of one role that follow one another are one turn, as at
+    Anthropic.
+    """
     if not body.messages:
         raise ApiError("messages is empty; expected at least one", param="messages")
     if body.messages[-1].role == "assistant":
         raise ApiError(
-            "messages ends with one of the assistant; expected the user's: an answer cannot be begun by the client",
+            "messages ends with one of the assistant; expected the user's: an answer cannot be begun by the "
+            "client",
             param="messages",
         )
     turns = Turns()
     unseen = {tool.name: tool for tool in tools}  # tools that no result has shown to the model yet
     if body.system:
-        for at, text in enumerate([body.system] if isinstance(body.system, str) else [b.text for b in body.system]):
+        for at, text in enumerate(
+            [body.system] if isinstance(body.system, str) else [b.text for b in body.system]
+        ):
             if text.startswith(BILLING):  # it differs between sessions: they would share no beginning
                 left_out.add(f"system[{at}]", BILLING)
             else:
@@ -324,7 +340,8 @@ def _messages(body: Conversation, tools: Sequence[Tool], left_out: LeftOut) -> l
             turns.add_text(message.role, message.content)
             continue
         for place, block in typed(message.content, BLOCKS, f"messages[{at}].content", left_out):
-            if isinstance(block, str) and block and message.role == "assistant":  # of a server's own tools; redacted
+            # of a server's own tools; redacted
+            if isinstance(block, str) and block and message.role == "assistant":
                 left_out.add(place, block)
             elif isinstance(block, str):
                 raise ApiError(f"{place}.type is {block[:80]!r}; expected {EXPECTED}", param=f"{place}.type")
@@ -358,11 +375,15 @@ def _add(
             result = _result(block, place, unseen, left_out)
             turns.add_result(block.tool_use_id, result, f"{place}.tool_use_id")
         case _:
-            raise ApiError(f"{place} is of the type {block.type!r}; it is no block of the {role}", param=place)
+            raise ApiError(
+                f"{place} is of the type {block.type!r}; it is no block of the {role}", param=place
+            )
 
 
 def _result(block: ToolResultBlock, place: str, unseen: dict[str, Tool], left_out: LeftOut) -> str:
-    """The text of a tool's result. That it is an error has to be said in the text: templates know no mark of it."""
+    """The text of a tool's result. That it is an error has to be said in the text: templates know no mark
+    of it.
+    """
     content = block.content
     if isinstance(content, list):
         content = [_referred(part, unseen) for part in content]
@@ -383,8 +404,8 @@ def _referred(part: Any, unseen: dict[str, Tool]) -> Any:
 class MessageStream(Encoder):
     """Turns what comes of a generation into events of Anthropic's stream, in its order.
 
-    message_start, then for each block content_block_start, content_block_delta, content_block_stop, then message_delta
-    and message_stop. A text, a thinking or a tool call is one block.
+    message_start, then for each block content_block_start, content_block_delta, content_block_stop, then
+    message_delta and message_stop. A text, a thinking or a tool call is one block.
     """
 
     def __init__(self, name: str, *, shows_thinking: bool = True) -> None:
@@ -470,7 +491,8 @@ class MessageStream(Encoder):
         if kind == "text":
             block["text"] = text
         else:
-            # Clients send a block back only with a signature. Where they were not given the thinking, it is in there.
+            # Clients send a block back only with a signature. Where they were not given the thinking, it is
+            # in there.
             block["thinking"] = text if self._shows_thinking else ""
             block["signature"] = opaque("" if self._shows_thinking else text)
             yield self._of_block("delta", delta={"type": "signature_delta", "signature": block["signature"]})
@@ -485,7 +507,9 @@ MESSAGES = Dialect(
 
 
 async def count_tokens(request: Request) -> JSONResponse:
-    """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own text."""
+    """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own
+    text.
+    """
     service: Service = request.app.state.service
     left_out: LeftOut = request.state.left_out
 

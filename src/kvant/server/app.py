@@ -52,7 +52,12 @@ def make_app(service: Service) -> Starlette:
         pages = [Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",), expose_headers=told)]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, service), *pages, Middleware(Keys, service), Middleware(Bodies, service)],
+        middleware=[
+            Middleware(Guard, service),
+            *pages,
+            Middleware(Keys, service),
+            Middleware(Bodies, service),
+        ],
         exception_handlers={ApiError: _answer_error, HTTPException: _answer_error},
     )
     app.state.service = service

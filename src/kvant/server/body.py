@@ -80,7 +80,9 @@ def _inner(entries: Iterable[Any], *names: str) -> int:
 def typed(
     values: Iterable[Any], kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = ""
 ) -> Iterator[tuple[str, T | str]]:
-    """Where each object of a list is, and it as the type that its ``type`` says; the type's name if it is not known."""
+    """Where each object of a list is, and it as the type that its ``type`` says; the type's name if it is
+    not known.
+    """
     for number, value in enumerate(values):
         at = f"{place}[{number}]"
         kind = value.get("type") or default if isinstance(value, dict) else default
@@ -89,9 +91,15 @@ def typed(
 
 
 def known_of(
-    values: Iterable[Any] | None, kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = ""
+    values: Iterable[Any] | None,
+    kinds: Mapping[str, type[T]],
+    place: str,
+    left_out: LeftOut,
+    default: str = "",
 ) -> list[tuple[str, T]]:
-    """Those of :func:`typed` whose types are known. Others are left out; one without a type or default is refused."""
+    """Those of :func:`typed` whose types are known. Others are left out; one without a type or default is
+    refused.
+    """
     found: list[tuple[str, T]] = []
     for at, value in typed(values or (), kinds, place, left_out, default):
         if value == "":
@@ -131,12 +139,20 @@ def allowed(kind: type, place: str) -> list[Any]:
     steps = [step for step in steps if not step.isdecimal()]  # of an array all items are of one kind
     for number, step in enumerate(steps, 1):
         if step == "[":
-            at = [each for node in at if isinstance(node, inspect.ListType) for each in _kinds(node.item_type)]
+            at = [
+                each for node in at if isinstance(node, inspect.ListType) for each in _kinds(node.item_type)
+            ]
             continue
         structs = [node for node in at if isinstance(node, inspect.StructType)]
         if number == len(steps):
             values += [node.tag for node in structs if node.tag_field == step]
-        at = [each for node in structs for field in node.fields if field.name == step for each in _kinds(field.type)]
+        at = [
+            each
+            for node in structs
+            for field in node.fields
+            if field.name == step
+            for each in _kinds(field.type)
+        ]
     return values + [value for node in at if isinstance(node, inspect.LiteralType) for value in node.values]
 
 
@@ -148,8 +164,8 @@ def _kinds(node: inspect.Type) -> list[inspect.Type]:
 def check_depth(found: object) -> None:
     """Refuse JSON that is nested deeper than MAX_DEPTH, before anything walks it by recursion.
 
-    It is looked at level by level, and only where it has objects and arrays: their number is bounded before, by
-    :class:`kvant.server.security.Bodies`.
+    It is looked at level by level, and only where it has objects and arrays: their number is bounded before,
+    by :class:`kvant.server.security.Bodies`.
     """
     level: list[Any] = [[found]]
     for _ in range(MAX_DEPTH + 1):
@@ -207,7 +223,13 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
     if (seed := given.seed) is not None:
         check_range("seed", seed, -(2**63), 2**64 - 1)
         options["seed"] = seed % 2**64
-    for name in ("min_p", "repetition_penalty", "repetition_context_size", "xtc_probability", "xtc_threshold"):
+    for name in (
+        "min_p",
+        "repetition_penalty",
+        "repetition_context_size",
+        "xtc_probability",
+        "xtc_threshold",
+    ):
         if (value := getattr(given, name)) is not None:
             options[name] = value
     if given.top_k is not None and "top_k" not in options:
@@ -225,7 +247,9 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
 def refused(error: ArgumentError) -> ApiError:
     """The engine's complaint, in OpenAI's names."""
     names = {"temp": "temperature"}
-    return ApiError(error.worded(lambda name: names.get(name, name)), param=names.get(error.argument, error.argument))
+    return ApiError(
+        error.worded(lambda name: names.get(name, name)), param=names.get(error.argument, error.argument)
+    )
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:

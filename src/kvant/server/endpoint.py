@@ -69,7 +69,9 @@ class Encoder(ABC):
     def end(self, event: End) -> Iterator[dict[str, Any]]: ...
 
     def waiting(self) -> Iterator[dict[str, Any]]:
-        """The events of a stream in which there has been nothing to say for a while; without any, a comment is sent."""
+        """The events of a stream in which there has been nothing to say for a while; without any, a
+        comment is sent.
+        """
         return iter(())
 
     @abstractmethod
@@ -86,7 +88,8 @@ class Dialect:
     """An interface that answers with generated text."""
 
     body: type[Any]  # of its bodies, which have ``model`` and ``stream``
-    generations: Callable[[Any, Service, LeftOut], Sequence[Generation]]  # that a body asks for, of one prompt each
+    # that a body asks for, of one prompt each
+    generations: Callable[[Any, Service, LeftOut], Sequence[Generation]]
     encoder: Callable[[str, Any, Sequence[Generation], Service], Encoder]  # ``str``: the served model's name
 
     async def endpoint(self, request: Request) -> Response:
@@ -98,7 +101,9 @@ class Dialect:
             body = decode(sent, self.body, left_out, service.max_seq_len)
             name = service.check_model(body.model)
             salt, client = _whose(request)
-            asked = [replace(each, salt=salt, client=client) for each in self.generations(body, service, left_out)]
+            asked = [
+                replace(each, salt=salt, client=client) for each in self.generations(body, service, left_out)
+            ]
             for each in sorted(unheld_formats(asked[0])):
                 left_out.add("format", each)
             return bool(body.stream), asked, self.encoder(name, body, asked, service)
@@ -123,7 +128,9 @@ def _whose(request: Request) -> tuple[bytes, str]:
 
 
 async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
-    """What a function makes of a body. A large one is read in a thread, by turns: others are answered meanwhile."""
+    """What a function makes of a body. A large one is read in a thread, by turns: others are answered
+    meanwhile.
+    """
     body = b"".join([part async for part in request.stream()])  # Request.body() would keep it
     if len(body) <= SMALL_BODY:
         return read(body)
@@ -146,8 +153,8 @@ async def together(
 ) -> AsyncGenerator[Event, None]:
     """The events of several generations as they come, of so many at once; their answers are numbered on.
 
-    No more than one of them waits for its prompt: together they take one place of the engine's queue. Closing it ends
-    all of them.
+    No more than one of them waits for its prompt: together they take one place of the engine's queue. Closing
+    it ends all of them.
     """
     queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
     places, first = asyncio.Semaphore(at_once), asyncio.Lock()
@@ -196,7 +203,9 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            message = "the client closed its side of the connection; expected it open until the answer has come"
+            message = (
+                "the client closed its side of the connection; expected it open until the answer has come"
+            )
             raise ApiError(message, status=GONE)
         return working.result()
     finally:

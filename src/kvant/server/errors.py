@@ -61,7 +61,9 @@ class ApiError(Exception):
         return {"type": "error", "error": error, "request_id": request_id}
 
     def _worded(self, too_long: str) -> str:
-        """The message. Clients know a prompt that does not fit by the words that each interface has for it."""
+        """The message. Clients know a prompt that does not fit by the words that each interface has for
+        it.
+        """
         return f"{too_long}: {self.message}" if self.code == "context_length_exceeded" else self.message
 
 

@@ -17,7 +17,8 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})  # JSON schema
+    # JSON schema
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False  # its arguments keep to the schema by a grammar
     custom: bool = False  # it takes text, which is its one argument, ``input``, for the model
     grammar: str = ""  # of the text, in llguidance's form of Lark's language; "": any, or there is no text
@@ -31,22 +32,25 @@ class Format:
     """What an answer's text has to be."""
 
     kind: Literal["json_object", "json_schema", "regex", "grammar"]  # "json_object", or what ``source`` is
-    source: Mapping[str, Any] | str | bool = ""  # a JSON schema, a regex, a grammar in llguidance's form of Lark's
+    # a JSON schema, a regex, a grammar in llguidance's form of Lark's
+    source: Mapping[str, Any] | str | bool = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
     """A checked request of any interface: a conversation or a prompt, and how to go on from it."""
 
-    # For the chat template: ``role``, ``content`` (text), ``reasoning_content``, ``tool_calls`` ([{"id", "type":
-    # "function", "function": {"name", "arguments": an object}}]); of the role "tool" ``tool_call_id`` and ``name``.
+    # For the chat template: ``role``, ``content`` (text), ``reasoning_content``, ``tool_calls`` ([{"id",
+    # "type": "function", "function": {"name", "arguments": an object}}]); of the role "tool" ``tool_call_id``
+    # and ``name``.
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | Sequence[int] | None = None  # in their place text or token ids, without a template
     tools: Sequence[Tool] = ()  # that the template is given
     tool_choice: ToolChoice | Tool = "auto"  # one of the words, or the tool that has to be called
     parallel_tool_calls: bool = True  # there may be more than one call in an answer
     format: Format | None = None  # of the text; None: free
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)  # the client's; the model's are filled in later
+    # the client's; the model's are filled in later
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     max_tokens: int | None = None  # of each answer; None: as many as there is room for
     stop: Sequence[str] = ()  # texts that end an answer and are not part of it
     stop_tokens: Sequence[int] = ()  # ids that end an answer, also with ``ignore_eos``; not part of its text
@@ -54,9 +58,11 @@ class Generation:
     logprobs: bool = False  # log-probabilities are wanted, and of ``top_logprobs`` other tokens
     top_logprobs: int = 0
     ignore_eos: bool = False  # go on after the model's end of text
-    echo: bool = False  # the prompt is part of the answer's text, with its log-probabilities where they are wanted
+    # the prompt is part of the answer's text, with its log-probabilities where they are wanted
+    echo: bool = False
     only_prompt: bool = False  # nothing is generated; with ``echo``
-    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template; they go before the server's own
+    # of the chat template; they go before the server's own
+    variables: Mapping[str, Any] = field(default_factory=dict)
     thinking_budget: int | None = None  # tokens after which thinking ends; None: the model ends it
     draft: ServedSource | None = None  # what its answers draft from; None: what the server's do
     salt: bytes = b""  # prefixes are shared between requests with the same one

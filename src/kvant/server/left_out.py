@@ -1,4 +1,6 @@
-"""What of a request is left out, and said: fields that are not known here, and wishes that cannot be heeded."""
+"""What of a request is left out, and said: fields that are not known here, and wishes that cannot be
+heeded.
+"""
 
 import re
 from collections.abc import Mapping
@@ -22,15 +24,17 @@ class LeftOut:
     def __init__(self, *, strict: bool = False) -> None:
         """``strict``: nothing is left out. It is refused."""
         self._strict = strict
-        # Where each is, and a value that cannot be heeded: ``tools[2] web_search``. By the name without places: of
-        # several that differ by a place in a list alone, the first.
+        # Where each is, and a value that cannot be heeded: ``tools[2] web_search``. By the name without
+        # places: of several that differ by a place in a list alone, the first.
         self.names: dict[str, str] = {}
 
     def add(self, field: str, value: object = "") -> None:
         """Say that a field, or what it asks for, is left out."""
         if self._strict:
             said = f" is {value!r:.80}" if value != "" else ""
-            raise ApiError(f"{field}{said}; it is not known here or cannot be heeded: leave it out", param=field)
+            raise ApiError(
+                f"{field}{said}; it is not known here or cannot be heeded: leave it out", param=field
+            )
         name = printable(f"{field} {value}".strip(), MAX_LENGTH)
         if len(self.names) < MAX_NAMES:
             self.names.setdefault(re.sub(r"\[\d+\]", "[]", name), name)
@@ -74,7 +78,9 @@ def _known_fields(value: Mapping[str, Any], struct: inspect.StructType, place: s
 
 
 def _may_be(value: Any, node: inspect.Type) -> bool:
-    """Whether a field can have a value, as far as its values are named one by one. None alone is refused later."""
+    """Whether a field can have a value, as far as its values are named one by one. None alone is refused
+    later.
+    """
     if isinstance(node, inspect.NoneType):
         return True
     named: list[Any] = []

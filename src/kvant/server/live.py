@@ -55,7 +55,9 @@ class Live:
             self._failed = True
 
     def read(self, known: int | None = None) -> dict[str, Any]:
-        """The state: what never changes, what is the case, and the times of the tokens since the first ``known``."""
+        """The state: what never changes, what is the case, and the times of the tokens since the first
+        ``known``.
+        """
         with self._lock:
             self._asked = time.perf_counter()
             since = self._generated if known is None else known
@@ -82,7 +84,9 @@ class Live:
         state = None
         if scheduler.idle or (now - self._asked < WATCHED_S and now - self._looked >= INTERVAL_S):
             counts, self._looked = scheduler.counts, now
-            sequences = [(self._numbers[key], own) for key, own in held.items() if isinstance(own, PoolSequence)]
+            sequences = [
+                (self._numbers[key], own) for key, own in held.items() if isinstance(own, PoolSequence)
+            ]
             state = self._look(sequences, counts)
         with self._lock:
             self._tokens.extend(times)
@@ -137,7 +141,8 @@ def _pages(place: int, part: PagedLayers, sequences: Sequence[tuple[int, PoolSeq
     return {
         "kept": _stretches(sorted(set(part.prefix.pages) - held)),  # beginnings that nobody reads now
         "sequences": [
-            {"number": number, "start": table.start, "pages": _stretches(table.pages)} for number, table in tables
+            {"number": number, "start": table.start, "pages": _stretches(table.pages)}
+            for number, table in tables
         ],
     }
 

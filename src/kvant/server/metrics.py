@@ -30,13 +30,20 @@ class Metrics:
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
         histogram = partial(Histogram, registry=self._registry, buckets=SECONDS)
-        self._requests = counter("kvant_http_requests", "Requests answered, by route and status.", ["route", "status"])
-        self._ignored = counter("kvant_ignored_fields", "Fields of requests that were left out, by name.", ["name"])
+        self._requests = counter(
+            "kvant_http_requests", "Requests answered, by route and status.", ["route", "status"]
+        )
+        self._ignored = counter(
+            "kvant_ignored_fields", "Fields of requests that were left out, by name.", ["name"]
+        )
         self._names: set[str] = set()  # of fields that were left out
         self._answers = counter("kvant_answers", "Answers that ended, by reason.", ["reason"])
         self._prompt = counter("kvant_prompt_tokens", "Tokens of prompts.")
         self._cached = counter("kvant_cached_tokens", "Of them those that a shared prefix had.")
-        stored = "Prompts by what was stored behind their shared beginning: nothing (new), or other tokens (differs)."
+        stored = (
+            "Prompts by what was stored behind their shared beginning: "
+            "nothing (new), or other tokens (differs)."
+        )
         self._misses = counter("kvant_prefix_ends", stored, ["reason"])
         self._generated = counter("kvant_generated_tokens", "Tokens generated.")
         arrived = "From a request's arrival at the engine to its first token."
@@ -112,7 +119,9 @@ class _State(Collector):
             yield GaugeMetricFamily(name, help_text, value=value)
         if pool.disk is not None:
             disk = pool.disk.disk.counts
-            yield GaugeMetricFamily("kvant_disk_cache_bytes", "Bytes of the disk cache's files.", value=disk.bytes)
+            yield GaugeMetricFamily(
+                "kvant_disk_cache_bytes", "Bytes of the disk cache's files.", value=disk.bytes
+            )
             for name, help_text, count in (
                 ("kvant_disk_cache_hits", "Files of the disk cache that were read.", disk.hits),
                 ("kvant_disk_cache_written", "Files of the disk cache that were written.", disk.written),
@@ -120,5 +129,9 @@ class _State(Collector):
             ):
                 yield CounterMetricFamily(name, help_text, value=count)
         drafts = engine.drafts
-        yield CounterMetricFamily("kvant_drafted_tokens", "Tokens drafted and verified.", value=drafts.drafted)
-        yield CounterMetricFamily("kvant_accepted_tokens", "Of them those that answers have.", value=drafts.accepted)
+        yield CounterMetricFamily(
+            "kvant_drafted_tokens", "Tokens drafted and verified.", value=drafts.drafted
+        )
+        yield CounterMetricFamily(
+            "kvant_accepted_tokens", "Of them those that answers have.", value=drafts.accepted
+        )

@@ -1,7 +1,7 @@
 """OpenAI's /v1/chat/completions and /v1/completions (platform.openai.com), and further fields.
 
-A field with the type None may only be null: to leave it out would mislead the client. Null is a field that was not
-given, throughout. Fields that are not here are left out, and said.
+A field with the type None may only be null: to leave it out would mislead the client. Null is a field that
+was not given, throughout. Fields that are not here are left out, and said.
 """
 
 import time
@@ -135,7 +135,12 @@ class StructuredOutputs(Fields, frozen=True):
 
 
 # What Format calls each of them.
-STRUCTURED: Mapping[str, Any] = {"json": "json_schema", "regex": "regex", "choice": "regex", "grammar": "grammar"}
+STRUCTURED: Mapping[str, Any] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "regex",
+    "grammar": "grammar",
+}
 
 
 class CommonBody(SamplingFields, frozen=True, kw_only=True):
@@ -253,7 +258,10 @@ def _stop_tokens(given: Sequence[int], service: Service) -> Sequence[int]:
 
 def _renamed(body: CommonBody) -> CommonBody:
     """The body with other servers' fields of sampling under their names here."""
-    for theirs, ours in (("repeat_penalty", "repetition_penalty"), ("repeat_last_n", "repetition_context_size")):
+    for theirs, ours in (
+        ("repeat_penalty", "repetition_penalty"),
+        ("repeat_last_n", "repetition_context_size"),
+    ):
         if (value := getattr(body, theirs)) is not None:
             if getattr(body, ours) is not None:
                 raise ApiError(f"{theirs} and {ours} are given; expected one of them", param=theirs)
@@ -276,7 +284,9 @@ def _add(turns: Turns, message: Message, place: str, left_out: LeftOut) -> None:
     role = "system" if message.role == "developer" else message.role
     for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
         if role != "assistant" and getattr(message, name):
-            raise ApiError(f"{place} of the role {role!r} has {name}; expected it of an assistant", param=place)
+            raise ApiError(
+                f"{place} of the role {role!r} has {name}; expected it of an assistant", param=place
+            )
     if (message.tool_call_id is None) is (role == "tool"):
         raise ApiError(f"{place}: expected tool_call_id of the role 'tool', and only there", param=place)
     text = text_of(message.content, PARTS, f"{place}.content", left_out, notes=role == "tool")
@@ -292,7 +302,9 @@ def _add(turns: Turns, message: Message, place: str, left_out: LeftOut) -> None:
     turns.add_thinking(reasoning)
     for at, call in enumerate(message.tool_calls or ()):
         function = call.function
-        turns.add_call(call.id, function.name, function.arguments, f"{place}.tool_calls[{at}].function.arguments")
+        turns.add_call(
+            call.id, function.name, function.arguments, f"{place}.tool_calls[{at}].function.arguments"
+        )
 
 
 def tool_of(function: Function) -> Tool:
@@ -450,7 +462,8 @@ class _Answers(Encoder):
     def _ended(self, event: End, kind: str) -> Iterator[dict[str, Any]]:
         """Count an answer's end. Behind the last one is an event with the usage, if the client wants it."""
         self._open -= 1
-        self._cached += event.cached_tokens if event.answer % self._answers == 0 else 0  # once for each prompt
+        # once for each prompt
+        self._cached += event.cached_tokens if event.answer % self._answers == 0 else 0
         self._tokens[event.answer] = event.tokens
         self._thinking += event.thinking_tokens
         if self._wants_usage and not self._open:
@@ -469,9 +482,13 @@ class _Answers(Encoder):
 class ChatAnswers(_Answers):
     """The encoder of /v1/chat/completions."""
 
-    def __init__(self, name: str, body: ChatBody, generations: Sequence[Generation], service: Service) -> None:
+    def __init__(
+        self, name: str, body: ChatBody, generations: Sequence[Generation], service: Service
+    ) -> None:
         super().__init__(name, "chatcmpl-", body, generations)
-        self._messages: list[dict[str, Any]] = [{"content": [], "reasoning_content": []} for _ in range(self._count)]
+        self._messages: list[dict[str, Any]] = [
+            {"content": [], "reasoning_content": []} for _ in range(self._count)
+        ]
         self._choices: list[dict[str, Any]] = [{"logprobs": []} for _ in range(self._count)]
         self._called: set[int] = set()  # answers whose last event was a call
 
@@ -507,7 +524,9 @@ class ChatAnswers(_Answers):
         yield self._delta(event.answer, {}, event.reason)
         yield from self._ended(event, "chat.completion.chunk")
 
-    def _delta(self, answer: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> Any:
+    def _delta(
+        self, answer: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> Any:
         choice = {"index": answer, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return self._chunk("chat.completion.chunk", choice)
 
@@ -529,7 +548,9 @@ class ChatAnswers(_Answers):
 class CompletionsAnswers(_Answers):
     """The encoder of /v1/completions."""
 
-    def __init__(self, name: str, body: CompletionsBody, generations: Sequence[Generation], service: Service) -> None:
+    def __init__(
+        self, name: str, body: CompletionsBody, generations: Sequence[Generation], service: Service
+    ) -> None:
         super().__init__(name, "cmpl-", body, generations)
         self._texts: list[list[Text]] = [[] for _ in range(self._count)]
         self._reasons: list[str | None] = [None] * self._count
@@ -568,7 +589,10 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 def _legacy(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """Log-probabilities in the older shape: lists side by side; ``text_offset`` counts characters."""
     # OpenAI's have the token itself among the most probable ones, and nothing where none of these are wanted.
-    tops = [{_name(other): other.logprob for other in (each, *each.top)} if each.top else None for each in logprobs]
+    tops = [
+        {_name(other): other.logprob for other in (each, *each.top)} if each.top else None
+        for each in logprobs
+    ]
     return {
         "tokens": [_name(each) for each in logprobs],
         "token_logprobs": [each.logprob for each in logprobs],

@@ -1,4 +1,6 @@
-"""The page: a chat in the browser and, beside it, what the pool and the engine are doing. Its files are in page/."""
+"""The page: a chat in the browser and, beside it, what the pool and the engine are doing. Its files are in
+page/.
+"""
 
 import hashlib
 from functools import cache
@@ -16,7 +18,8 @@ MAX_DIGITS = 16
 FOLDER = Path(__file__).parent / "page"
 # Everything comes from this server, and no text becomes script or markup.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri "
+    "'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
@@ -30,12 +33,18 @@ HEADERS = {
 
 
 async def live(request: Request) -> Response:
-    """GET /live: what the pool and the engine are doing; ?known=N: with the times of the tokens after the Nth."""
+    """GET /live: what the pool and the engine are doing; ?known=N: with the times of the tokens after the
+    Nth.
+    """
     service: Service = request.app.state.service
     if not service.alive:
-        raise ApiError("the engine has failed", status=503, code="engine_failed", headers={"Retry-After": "10"})
+        raise ApiError(
+            "the engine has failed", status=503, code="engine_failed", headers={"Retry-After": "10"}
+        )
     known = request.query_params.get("known", "")
-    state = service.live.read(int(known) if known.isascii() and known.isdecimal() and len(known) < MAX_DIGITS else None)
+    state = service.live.read(
+        int(known) if known.isascii() and known.isdecimal() and len(known) < MAX_DIGITS else None
+    )
     return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
 
@@ -55,7 +64,9 @@ async def file(request: Request) -> Response:
 def _files() -> dict[str, tuple[bytes, str]]:
     """The content of each file and its tag, by name."""
     contents = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
-    return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()}
+    return {
+        name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()
+    }
 
 
 routes: list[BaseRoute] = [Route("/", file), Route("/page/{name}", file), Route("/live", live)]

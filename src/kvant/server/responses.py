@@ -1,7 +1,7 @@
 """OpenAI's /v1/responses (platform.openai.com), as far as this server follows it. Nothing is stored.
 
-A field with the type None may only be null: to leave it out would mislead the client. Fields that are not here are left
-out, and said.
+A field with the type None may only be null: to leave it out would mislead the client. Fields that are not
+here are left out, and said.
 """
 
 import json
@@ -181,7 +181,16 @@ class ToolsItem(Fields, frozen=True, kw_only=True):
     status: Any = None
 
 
-Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | ReferenceItem | SearchCallItem | ToolsItem
+Item = (
+    MessageItem
+    | CallItem
+    | CustomCallItem
+    | ResultItem
+    | ReasoningItem
+    | ReferenceItem
+    | SearchCallItem
+    | ToolsItem
+)
 ITEMS: Mapping[str, type[Item]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -237,7 +246,8 @@ class SearchBody(Fields, frozen=True, kw_only=True):
 TOOLS: Mapping[str, Any] = {"function": FunctionBody, "custom": CustomBody}
 OUTER_TOOLS: Mapping[str, Any] = {**TOOLS, "namespace": NamespaceBody, "tool_search": SearchBody}
 SEARCH = "tool_search"  # the name of the function that the model calls to search
-INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}  # of custom tools
+# of custom tools
+INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class FunctionChoice(Fields, frozen=True, tag="function"):
@@ -280,7 +290,9 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     include: list[str] | None = None
     tools: list[Any] | None = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | AllowedTools | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | CustomChoice | AllowedTools | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -306,7 +318,9 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
     if body.previous_response_id is not None:
         raise ApiError(f"previous_response_id is given; {STORED}", param="previous_response_id")
     if body.background:
-        raise ApiError("background is true; expected false: an answer is given where it was asked", param="background")
+        raise ApiError(
+            "background is true; expected false: an answer is given where it was asked", param="background"
+        )
     for at, name in enumerate(body.include or ()):
         if name not in INCLUDED:
             left_out.add(f"include[{at}]", name)
@@ -472,11 +486,13 @@ def _thinking(item: ReasoningItem, place: str, left_out: LeftOut) -> str:
 class ResponseStream(Encoder):
     """Turns what comes of a generation into events of OpenAI's stream, in its order.
 
-    response.created, response.in_progress, then each item with its parts, then response.completed, .incomplete or
-    .failed. A thinking, a text or a function call is one item.
+    response.created, response.in_progress, then each item with its parts, then response.completed,
+    .incomplete or .failed. A thinking, a text or a function call is one item.
     """
 
-    def __init__(self, name: str, body: ResponsesBody, generations: Sequence[Generation], service: Service) -> None:
+    def __init__(
+        self, name: str, body: ResponsesBody, generations: Sequence[Generation], service: Service
+    ) -> None:
         (generation,) = generations
         try:
             sampling = generation.sampling.filled(service.sampling)
@@ -512,7 +528,9 @@ class ResponseStream(Encoder):
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[dict[str, Any]]:
         told = error.openai()["error"]  # OpenAI's clients raise an error for the first event
-        yield self._event("error", code=told["code"], message=told["message"], param=told["param"], error=told)
+        yield self._event(
+            "error", code=told["code"], message=told["message"], param=told["param"], error=told
+        )
         self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         yield self._event("response.failed", response=self._response)
 
@@ -622,7 +640,9 @@ class ResponseStream(Encoder):
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
 
-def _response(model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions) -> dict[str, Any]:
+def _response(
+    model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions
+) -> dict[str, Any]:
     """A response before its first token, with what is in force for it."""
     reasoning, text, choice = body.reasoning or Reasoning(), body.text or TextConfig(), generation.tool_choice
     form = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
@@ -649,8 +669,13 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         "service_tier": "default",
         "store": False,
         "temperature": sampling.temp,
-        "text": {"format": {name: value for name, value in form.items() if value is not None}, "verbosity": "medium"},
-        "tool_choice": choice if isinstance(choice, str) else {"type": _told(choice)["type"], "name": choice.name},
+        "text": {
+            "format": {name: value for name, value in form.items() if value is not None},
+            "verbosity": "medium",
+        },
+        "tool_choice": choice
+        if isinstance(choice, str)
+        else {"type": _told(choice)["type"], "name": choice.name},
         "tools": [_told(tool) for tool in generation.tools],
         "top_logprobs": generation.top_logprobs,
         "top_p": sampling.top_p,

@@ -1,6 +1,7 @@
 """A server as a process: it listens, answers until a signal comes, lets what is under way end, and ends.
 
-A connection cannot be held for nothing: they are bounded in number, and in the time that each of its parts takes.
+A connection cannot be held for nothing: they are bounded in number, and in the time that each of its parts
+takes.
 """
 
 import asyncio
@@ -33,17 +34,19 @@ BACKLOG = 1024  # connections that wait to be accepted
 LAST_S = 2  # for what is written when the engine has ended
 FILES_BESIDE = 64  # open files that are no connections
 ACCEPTED = 4  # connections at once, each a file before it is counted; the system holds further ones
-READ_BYTES = 16 << 10  # at once: so many bytes of chunks of one byte each take 20 ms, in which nothing else is done
+# at once: so many bytes of chunks of one byte each take 20 ms, in which nothing else is done
+READ_BYTES = 16 << 10
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 SAME_S = 60  # until the event loop's same message is logged again
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with a time for the headers of a request, which it has not, and for a client that does not read.
+    """uvicorn's, with a time for the headers of a request, which it has not, and for a client that does not
+    read.
 
-    A request's headers have ``header_s`` from the connection's start, and later ones from their first byte. The body's
-    time is bounded where it is read, :class:`kvant.server.security.Bodies`.
+    A request's headers have ``header_s`` from the connection's start, and later ones from their first byte.
+    The body's time is bounded where it is read, :class:`kvant.server.security.Bodies`.
     """
 
     limits = Limits()  # a subclass has the server's
@@ -79,7 +82,8 @@ class Connection(H11Protocol):
             self._expect_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection after the client closed its sending side: if an answer is due.
+        """Return whether to keep the connection after the client closed its sending side: if an answer is
+        due.
 
         Such a client cannot be told from one that has gone, so the generation of a text ends as at a
         disconnect.
@@ -162,7 +166,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, service: Service, announce: Callable[[str], None]) -> None:
         limits = service.settings.limits
-        limits = replace(limits, connections=min(limits.connections, _allowed_connections(limits.connections)))
+        limits = replace(
+            limits, connections=min(limits.connections, _allowed_connections(limits.connections))
+        )
         config = uvicorn.Config(
             app,
             http=type("OwnConnection", (Connection,), {"limits": limits}),
@@ -223,7 +229,8 @@ class Server(uvicorn.Server):
         service.draining = True
         if service.active:
             self._announce(
-                f"ending when {service.active} requests are answered, after {limits.drain_s:g} seconds at most; "
+                f"ending when {service.active} requests are answered, after {limits.drain_s:g} seconds at "
+                f"most; "
                 "another signal ends at once"
             )
         until = time.monotonic() + limits.drain_s
@@ -242,7 +249,9 @@ class Server(uvicorn.Server):
 
 
 def _allowed_connections(wanted: int) -> int:
-    """How many connections this process may have, if it may have so many files. Their number is raised if it can be."""
+    """How many connections this process may have, if it may have so many files. Their number is raised if
+    it can be.
+    """
     if sys.platform == "win32":
         return wanted
     import resource
@@ -256,7 +265,8 @@ def _allowed_connections(wanted: int) -> int:
             soft = most
     if soft == resource.RLIM_INFINITY or soft >= count:
         return wanted
-    # Those that were accepted and are not counted yet, those that are refused and not closed yet, a new process.
+    # Those that were accepted and are not counted yet, those that are refused and not closed yet, a new
+    # process.
     return max(1, soft - len(os.listdir("/dev/fd")) - 6 * ACCEPTED)
 
 

@@ -1,7 +1,7 @@
 """Who may ask, and how much: Host, Origin and key of every request, and the size and time of its body.
 
-A web page of a stranger can have its name resolve to 127.0.0.1, and then asks a server there as if it were its own
-(DNS rebinding). Its requests still name its host. So only requests to the server's own names pass.
+A web page of a stranger can have its name resolve to 127.0.0.1, and then asks a server there as if it were
+its own (DNS rebinding). Its requests still name its host. So only requests to the server's own names pass.
 """
 
 import asyncio
@@ -46,13 +46,16 @@ def error_response(scope: Scope, error: ApiError) -> Response:
 
 
 class Guard:
-    """The outermost layer: requests to other hosts or from other origins are refused, and no error passes it."""
+    """The outermost layer: requests to other hosts or from other origins are refused, and no error passes
+    it.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
         host = service.settings.host.lower().strip("[]")
         address = address_of(host)
-        self._on_all = address is not None and address.is_unspecified  # it listens on all addresses of its machine
+        # it listens on all addresses of its machine
+        self._on_all = address is not None and address.is_unspecified
         own = [f"[{host}]" if ":" in host else host]
         if self._on_all:
             machine = socket.gethostname().lower()
@@ -94,13 +97,16 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1: two ends of one body
+        # RFC 9112, 6.1: two ends of one body
+        if "content-length" in headers and "transfer-encoding" in headers:
             said = "the request has a Content-Length and a Transfer-Encoding; expected one of them"
             return ApiError(said, headers=CLOSE)
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
             names = ", ".join(sorted(self._hosts))
-            return ApiError(f"the Host header is {', '.join(hosts)[:200]!r}; expected one of {names}", status=403)
+            return ApiError(
+                f"the Host header is {', '.join(hosts)[:200]!r}; expected one of {names}", status=403
+            )
         allowed = (f"http://{hosts[0]}", f"https://{hosts[0]}", *self._service.settings.allow_origins)
         if len(origins) > 1 or (origins and origins[0].lower() not in {each.lower() for each in allowed}):
             said = ", ".join(origins)[:200]
@@ -131,13 +137,17 @@ class Keys:
         given = bearer.strip() if scheme.lower() == "bearer" else ""
         key = (given or headers.get("x-api-key", "").strip()).encode("latin-1")  # empty where there is none
         digest = hashlib.sha256(key).digest()
-        same = [hmac.compare_digest(digest, each) for each in self._digests]  # each of them, whichever matches
-        # The page's own files are the same for everybody; the page asks for the key, and all that it does needs one.
+        # each of them, whichever matches
+        same = [hmac.compare_digest(digest, each) for each in self._digests]
+        # The page's own files are the same for everybody; the page asks for the key, and all that it does
+        # needs one.
         page = scope["path"] == "/" or scope["path"].startswith("/page/")
         if self._digests and not any(same) and not page:
             said = "the key is wrong" if key else "there is no key"
             message = f"{said}; expected Authorization: Bearer KEY, or x-api-key: KEY"
-            refused = ApiError(message, status=401, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            refused = ApiError(
+                message, status=401, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
+            )
             await error_response(scope, refused)(scope, receive, send)
             return
         scope["state"]["salt"] = digest if self._digests else b""  # where any key will do, it says nothing
@@ -267,7 +277,9 @@ def _ending() -> ApiError:
 
 
 def _replaying(parts: list[bytes], receive: Receive, state: Mapping[str, Any]) -> Receive:
-    """The body that was read, which is then forgotten here, and what else comes: that the client may have gone."""
+    """The body that was read, which is then forgotten here, and what else comes: that the client may have
+    gone.
+    """
 
     async def replay() -> Message:
         message: Message | None = None
@@ -285,9 +297,9 @@ def _replaying(parts: list[bytes], receive: Receive, state: Mapping[str, Any]) -
 def count_values(body: bytes) -> int:
     """At least as many values as a body of JSON has in its arrays and objects.
 
-    It is the commas and opening brackets outside of strings. Eight million bytes of ``[],[],`` would hold up every
-    thread for seconds while they are decoded, and take 180 MB. This is done piece by piece, so that others come
-    between.
+    It is the commas and opening brackets outside of strings. Eight million bytes of ``[],[],`` would hold up
+    every thread for seconds while they are decoded, and take 180 MB. This is done piece by piece, so that
+    others come between.
     """
     # Two backslashes are one, and end before the next character. What then follows one is no end of a string.
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, NO_MARKS)

@@ -51,9 +51,12 @@ class Service:
         self.drafts = drafts  # of a draft model; None: there is none
         folder = find_model(settings.model)
         self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
-        self.names = _names(settings, folder)  # patterns such as ``claude-*`` among them. Answers carry the first
-        self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)  # the model's own options
-        self.tool_format = tool_format(tokenizer)  # of the model's tool calls; None: its template takes no tools
+        # patterns such as ``claude-*`` among them. Answers carry the first
+        self.names = _names(settings, folder)
+        # the model's own options
+        self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)
+        # of the model's tool calls; None: its template takes no tools
+        self.tool_format = tool_format(tokenizer)
         self.system_place = system_place(tokenizer)  # where its template takes system messages
         self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
         self.reading, self.compiling = TurnQueue(), TurnQueue()  # of large bodies, of grammars
@@ -79,7 +82,9 @@ class Service:
         self.metrics = Metrics(self.engine, pool, lambda: self.waiting)
 
     def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
-        """What a request's answers draft from; None: nothing. If it asks for nothing, the server's default holds."""
+        """What a request's answers draft from; None: nothing. If it asks for nothing, the server's default
+        holds.
+        """
         source = asked or self.settings.draft
         if source != "model":
             return drafts_of(source)
@@ -116,7 +121,10 @@ class Service:
         most, what = self.max_seq_len, "tokens"
         if isinstance(prompt, str):
             # A short one is spared the look at the whole vocabulary.
-            most, what = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters, "characters"
+            most, what = (
+                MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters,
+                "characters",
+            )
         if len(prompt) > most:
             room = f"there is room for {self.max_seq_len} tokens, the answer's included"
             raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
@@ -138,7 +146,8 @@ class Service:
 
 
 def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
-    """The name that was given, a folder's or repository's last part, and further names; of a path the last part first.
+    """The name that was given, a folder's or repository's last part, and further names; of a path the last
+    part first.
 
     A path says more of the machine than a client needs.
     """

@@ -21,10 +21,12 @@ class Limits:
     """Bounds of what a client may send or hold. Times are seconds."""
 
     body_bytes: int = 8 << 20  # of a request's body
-    all_bodies_bytes: int = 32 << 20  # of all bodies until their prompts are accepted; beyond them a request gets 503
+    # of all bodies until their prompts are accepted; beyond them a request gets 503
+    all_bodies_bytes: int = 32 << 20
     header_bytes: int = 64 << 10  # of a request's line and headers that come in pieces
     connections: int = 1000  # at once; one more is answered with 503
-    header_s: float = 10.0  # from a request's first byte, or the connection's start, to the end of its headers
+    # from a request's first byte, or the connection's start, to the end of its headers
+    header_s: float = 10.0
     idle_s: float = 30.0  # that a connection may wait for its next request
     body_s: float = 60.0  # for the whole body
     slow_s: float = 2.0  # a body that takes longer is dropped if others need its room
@@ -42,16 +44,20 @@ class Settings:
     host: str = "127.0.0.1"  # an address or name to listen on
     port: int = 8080  # 0: any that is free
     sequences: int = 4  # answers at once
-    max_kv_size: int | None = None  # tokens of one sequence; None: the smaller of 4096 and the model's context
+    # tokens of one sequence; None: the smaller of 4096 and the model's context
+    max_kv_size: int | None = None
     cache: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = 512
     deterministic: bool = False  # an answer does not depend on those beside it
-    draft: ServedSource = "none"  # what answers draft from, where a request says nothing; "model" needs a draft model
+    # what answers draft from, where a request says nothing; "model" needs a draft model
+    draft: ServedSource = "none"
     max_queue: int = 64  # requests that may wait
-    strict: bool = False  # what is not known or cannot be heeded of a request is refused; else left out, and said
+    # what is not known or cannot be heeded of a request is refused; else left out, and said
+    strict: bool = False
     # For the chat template of every conversation; a request's own go before them.
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # one of which a client has to have; none: any will do
+    # one of which a client has to have; none: any will do
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_origins: tuple[str, ...] = ()  # web pages of these origins may use the server
     limits: Limits = field(default_factory=Limits)
 
@@ -59,13 +65,17 @@ class Settings:
         if not 0 <= self.port < 2**16:
             raise ArgumentError("port", f"is {self.port}; expected 0 to 65535")
         if not self.host or not self.host.isprintable() or any(c in self.host for c in " /@"):
-            raise ArgumentError("host", f"is {self.host[:80]!r}; expected an address or a name, such as 127.0.0.1")
+            raise ArgumentError(
+                "host", f"is {self.host[:80]!r}; expected an address or a name, such as 127.0.0.1"
+            )
         for name, most in (("sequences", MAX_SEQUENCES), ("max_queue", 100_000)):
             if not 1 <= getattr(self, name) <= most:
                 raise ArgumentError(name, f"is {getattr(self, name)}; expected 1 to {most}")
         if not (self.is_loopback or self.api_keys):
             raise ArgumentError(
-                "host", f"is {self.host}, which other machines reach; it is refused without", needs="api_key_file"
+                "host",
+                f"is {self.host}, which other machines reach; it is refused without",
+                needs="api_key_file",
             )
         for alias in self.aliases:
             if not alias.strip() or not alias.isprintable() or len(alias) > 200:

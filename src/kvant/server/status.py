@@ -30,7 +30,9 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The served model by its name and its aliases, with the fields that OpenAI's and Anthropic's clients read."""
+    """The served model by its name and its aliases, with the fields that OpenAI's and Anthropic's clients
+    read.
+    """
     service: Service = request.app.state.service
     aliases = [name for name in service.settings.aliases if not {"*", "?", "["} & {*name}]
     found = [_model(service, name) for name in dict.fromkeys([service.names[0], *aliases])]

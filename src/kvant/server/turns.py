@@ -67,14 +67,18 @@ def text_of(
     for at, part in typed(content, kinds, place, left_out):
         text, kind = (None, part) if isinstance(part, str) else (part.text, part.type)
         if text is None and not (notes and kind):
-            raise ApiError(f"{at}.type is {kind[:80]!r}; expected text: {' or '.join(kinds)}", param=f"{at}.type")
+            raise ApiError(
+                f"{at}.type is {kind[:80]!r}; expected text: {' or '.join(kinds)}", param=f"{at}.type"
+            )
         noted = "a picture" if kind in PICTURES else f"a part of the type {kind[:80]}"
         texts.append(f"[{noted} is not shown to this model, which reads text]" if text is None else text)
     return joined(texts)
 
 
 def check_arguments(texts: Sequence[str]) -> None:
-    """Refuse the arguments of calls, JSON texts in a body, where they have as many values as no body may have."""
+    """Refuse the arguments of calls, JSON texts in a body, where they have as many values as no body may
+    have.
+    """
     parts = [text.encode("utf-8", "replace") for text in texts]
     if sum(map(count_marks, parts)) > MAX_VALUES and (count := sum(map(count_values, parts))) > MAX_VALUES:
         raise ApiError(f"the arguments of calls have {count} values of JSON; expected {MAX_VALUES} at most")
@@ -89,7 +93,9 @@ class Turns:
 
     def begin(self, role: str, name: str | None) -> None:
         """A message of its own, whatever was before it."""
-        self._turns.append({"role": role, "name": name, "content": [], "reasoning_content": [], "tool_calls": []})
+        self._turns.append(
+            {"role": role, "name": name, "content": [], "reasoning_content": [], "tool_calls": []}
+        )
 
     def add_text(self, role: str, text: str) -> None:
         """A piece of what the role says."""
@@ -101,14 +107,18 @@ class Turns:
             self._of("assistant")["reasoning_content"].append(text)
 
     def add_call(self, call_id: str, name: str, given: str | dict[str, Any], place: str) -> None:
-        """A call of the assistant's. Its arguments may be JSON text, ``place``: the field that they are in."""
+        """A call of the assistant's. Its arguments may be JSON text, ``place``: the field that they are
+        in.
+        """
         self._names[call_id] = name
         arguments = _arguments(given, place) if isinstance(given, str) else given
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._of("assistant")["tool_calls"].append(call)
 
     def add_result(self, call_id: str, text: str, place: str, name: str | None = None) -> None:
-        """What an earlier call brought. ``place``: the field that ``call_id`` is in; ``name``: default: the tool's."""
+        """What an earlier call brought. ``place``: the field that ``call_id`` is in; ``name``: default:
+        the tool's.
+        """
         if call_id not in self._names:
             raise ApiError(f"{place} is {call_id[:80]!r}; no call before it has this id", param=place)
         name = name or self._names[call_id]
@@ -118,7 +128,11 @@ class Turns:
         """All of it, as :attr:`kvant.server.generation.Generation.messages`."""
         texts = ("content", "reasoning_content")
         return [
-            {key: joined(value) if key in texts else value for key, value in turn.items() if value or key == "content"}
+            {
+                key: joined(value) if key in texts else value
+                for key, value in turn.items()
+                if value or key == "content"
+            }
             for turn in self._turns
         ]
 
@@ -155,7 +169,9 @@ def checked_tools(tools: Mapping[str, Tool]) -> tuple[Tool, ...]:
             said = f"expected 1 to {MAX_NAME} letters, digits and any of _-./:"
             raise ApiError(f"{param} is {tool.name[:80]!r}; {said}", param=param)
         if tool.name in seen:
-            raise ApiError(f"{param} is {tool.name!r}, which another tool has; expected another name", param=param)
+            raise ApiError(
+                f"{param} is {tool.name!r}, which another tool has; expected another name", param=param
+            )
         seen.add(tool.name)
     return tuple(tools.values())
 
@@ -202,7 +218,9 @@ def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None)
     for place, message in enumerate(made):
         if form is None:
             if "tool_calls" in message or message["role"] == "tool":
-                raise ApiError(f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]")
+                raise ApiError(
+                    f"messages[{place}] has to do with tools; {NO_TOOLS}", param=f"messages[{place}]"
+                )
             continue
         calls = []
         for call in message.get("tool_calls", ()):
@@ -257,7 +275,9 @@ def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> d
 
 
 def with_effort(tokenizer: Tokenizer, effort: str | None, field: str, left_out: LeftOut) -> dict[str, Any]:
-    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off, None is free."""
+    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off, None
+    is free.
+    """
     if effort is None:
         return {}
     if effort == "none":
@@ -304,7 +324,9 @@ class ThinkingBudget:
 
 
 def thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Return the tokens that begin and end thinking; None if there are no marks or a mark is several tokens."""
+    """Return the tokens that begin and end thinking; None if there are no marks or a mark is several
+    tokens.
+    """
     marks = marks_of(tokenizer)
     if marks is None:
         return None

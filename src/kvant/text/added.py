@@ -24,13 +24,17 @@ def folder_tokens(
 
     ``rebuilt``: the tokenizer begins without them. ``defaults``: tokens by their role, if no file names one.
 
-    Returns tokens by their role, the model's own (``image_token``) too; special ones without a role; and what is to be
-    added to the tokenizer, in this order.
+    Returns tokens by their role, the model's own (``image_token``) too; special ones without a role; and what
+    is to be added to the tokenizer, in this order.
     """
     settings = dict(config)
     if not settings.get(LISTS[0]) and LISTS[1] in settings:
         settings[LISTS[0]] = settings.pop(LISTS[1])
-    own = {name: settings.pop(name) for name in list(settings) if _is_own(name) and isinstance(settings[name], str)}
+    own = {
+        name: settings.pop(name)
+        for name in list(settings)
+        if _is_own(name) and isinstance(settings[name], str)
+    }
     if isinstance(settings.get(LISTS[0]), dict):
         own |= settings.pop(LISTS[0])
     listed = settings.get("added_tokens_decoder")
@@ -55,11 +59,17 @@ def folder_tokens(
             roles[name] = known.get(str(given), given) if name in settings else given
     usual = {name: value for name, value in defaults.items() if _is_own(name)}
     others = usual | {name: value for name, value in settings.items() if _is_own(name)} | own
-    roles |= {name: _given(value) for name, value in others.items() if isinstance(value, str | dict | AddedToken)}
+    roles |= {
+        name: _given(value) for name, value in others.items() if isinstance(value, str | dict | AddedToken)
+    }
     if LISTS[0] not in settings:
         settings[LISTS[0]] = [*(settings.get(LISTS[1]) or ()), *usual.values()]
-    extra = [_given(value) for value in settings.get(LISTS[0]) or () if isinstance(value, str | dict | AddedToken)]
-    adding = _missing([] if rebuilt else present.values(), [by_id[key] for key in sorted(by_id)], roles, extra)
+    extra = [
+        _given(value) for value in settings.get(LISTS[0]) or () if isinstance(value, str | dict | AddedToken)
+    ]
+    adding = _missing(
+        [] if rebuilt else present.values(), [by_id[key] for key in sorted(by_id)], roles, extra
+    )
     return {name: str(value) for name, value in roles.items()}, [str(value) for value in extra], adding
 
 

@@ -32,8 +32,9 @@ Part = TextPart | CallPart
 class AnswerParts:
     """Splits one answer.
 
-    Text comes as soon as it cannot be the beginning of a mark or of a call. What looks like a call and is none is text.
-    Whitespace beside calls is left out. Where there are no tools, there are no calls, and all text comes at once.
+    Text comes as soon as it cannot be the beginning of a mark or of a call. What looks like a call and is
+    none is text. Whitespace beside calls is left out. Where there are no tools, there are no calls, and all
+    text comes at once.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class AnswerParts:
         self._reader: Reader | None = None
         self._called = False  # there was a call
         self._only_calls = only_calls
-        self._state = "first"  # nothing was said yet; then "text", and "called" where a call was the last thing
+        # nothing was said yet; then "text", and "called" where a call was the last thing
+        self._state = "first"
 
     def add(self, text: str) -> list[Part]:
         """Take the next piece of the answer; return what is certain."""

@@ -25,7 +25,8 @@ class Reader(ABC):
 
     @abstractmethod
     def end(self, text: str, is_all: bool) -> int | None:
-        """How many characters of a text are calls; None: not known yet, unless nothing more comes (``is_all``).
+        """How many characters of a text are calls; None: not known yet, unless nothing more comes
+        (``is_all``).
 
         ``text``: from the mark that begins the calls. Each time it is the one before and what came since.
         """
@@ -79,7 +80,8 @@ class ToolFormat(ABC):
                     raise ValueError(f"a call of {name!r}, which is no tool")
                 if not isinstance(arguments, dict):
                     raise ValueError(f"{name}: the arguments are no object")
-                to_json(arguments).encode()  # fails at a number that JSON cannot write, and at half of a character
+                # fails at a number that JSON cannot write, and at half of a character
+                to_json(arguments).encode()
             if not found:
                 raise ValueError("no calls")
         except (ValueError, RecursionError) as error:
@@ -119,7 +121,9 @@ class JsonForm(ToolFormat):
 
 
 class _JsonReader(Reader):
-    """Only brackets and strings are looked at, and the first key: so text that only begins as a call is known early."""
+    """Only brackets and strings are looked at, and the first key: so text that only begins as a call is
+    known early.
+    """
 
     def __init__(self, form: JsonForm) -> None:
         self._form = form
@@ -189,7 +193,8 @@ _SPACE = re.compile(r"\s*")
 
 def skip_space(text: str, at: int) -> int:
     """The place of the first character from there on that is no whitespace."""
-    found = _SPACE.match(text, at)  # a model may write blanks without end, and they are skipped again at each token
+    # a model may write blanks without end, and they are skipped again at each token
+    found = _SPACE.match(text, at)
     assert found is not None
     return found.end()
 

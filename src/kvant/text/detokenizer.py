@@ -1,4 +1,6 @@
-"""Token ids to text as they come: whole characters only. The interface is that of mlx-lm's streaming detokenizers."""
+"""Token ids to text as they come: whole characters only. The interface is that of mlx-lm's streaming
+detokenizers.
+"""
 
 import codecs
 from abc import ABC, abstractmethod
@@ -44,7 +46,8 @@ class ByteDetokenizer(StreamingDetokenizer):
     """For vocabularies whose tokens stand for bytes: byte-level ones, and those that fall back to bytes.
 
     The text is that of the tokenizer's ``decode`` for all ids, but for a run of byte tokens that is not UTF-8
-    throughout. ``decode`` makes replacement characters of the whole run. Here its whole characters were given out.
+    throughout. ``decode`` makes replacement characters of the whole run. Here its whole characters were given
+    out.
     """
 
     def __init__(self, pieces: Sequence[str | None], *, byte_level: bool, strips: bool) -> None:
@@ -117,7 +120,9 @@ class WindowDetokenizer(StreamingDetokenizer):
 
 
 def _table() -> dict[str, int]:
-    """The letters of byte-level vocabularies, GPT-2's: a byte that is a visible character stands for itself."""
+    """The letters of byte-level vocabularies, GPT-2's: a byte that is a visible character stands for
+    itself.
+    """
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -127,7 +132,9 @@ BYTES = _table()
 
 
 def _piece_bytes(piece: str, byte_level: bool) -> tuple[bytes, bool]:
-    """The bytes, and whether they may be a part of a character; of a vocabulary with byte fallback those as <0xE2>."""
+    """The bytes, and whether they may be a part of a character; of a vocabulary with byte fallback those
+    as <0xE2>.
+    """
     if byte_level:  # one that has any other letter, such as an added one with a space, stands for itself
         found = [BYTES.get(letter, -1) for letter in piece]
         return piece.encode("utf-8", "replace") if -1 in found else bytes(found), True

@@ -1,7 +1,8 @@
-"""The tokenizer of a folder, in the worker process: tokenizer.json by the tokenizers library, settings as transformers
-applies them, so that the ids are those that transformers 5 gives.
+"""The tokenizer of a folder, in the worker process: tokenizer.json by the tokenizers library, settings as
+transformers applies them, so that the ids are those that transformers 5 gives.
 
-Where transformers builds a class's own pipeline instead of the file's (DEFAULTS has their names), so does this.
+Where transformers builds a class's own pipeline instead of the file's (DEFAULTS has their names), so does
+this.
 """
 
 import hashlib
@@ -10,7 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before the import: one text at a time needs no pool of threads
+# before the import: one text at a time needs no pool of threads
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -36,10 +38,18 @@ THINKING = {
     ("<|channel>", "<channel|>"): ("<|channel>thought", "<channel|>"),
     ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"): ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 }
-SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # before them a word's space goes
-SPM = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+# before them a word's space goes
+SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+SPM = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 END = "<|endoftext|>"
 DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class where the folder names none
     "Qwen2Tokenizer": {"unk_token": END, "eos_token": END, "pad_token": END},
@@ -56,7 +66,9 @@ DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class wher
 class Encoder:
     """A loaded tokenizer; its methods answer the worker's requests."""
 
-    def __init__(self, content: bytes, config: Json, special_tokens: Json, added_tokens: Json, model: Json) -> None:
+    def __init__(
+        self, content: bytes, config: Json, special_tokens: Json, added_tokens: Json, model: Json
+    ) -> None:
         """From the bytes of tokenizer.json, the folder's other files, and config.json's two words."""
         raw = parse_json(content, "tokenizer.json")
         _check(raw)
@@ -70,7 +82,8 @@ class Encoder:
         listed = config.get("added_tokens_decoder")
         if pipeline is not None and listed is not None:
             described = {int(key): repr(token(value)) for key, value in listed.items()}
-            if described != {key: repr(value) for key, value in present.items()}:  # then the file's do not count
+            # then the file's do not count
+            if described != {key: repr(value) for key, value in present.items()}:
                 content = json.dumps({**raw, "added_tokens": []}).encode()
         del raw
         self._tokenizer = Tokenizer.from_buffer(content)
@@ -101,7 +114,9 @@ class Encoder:
             "extra": self._extra,
             "size": self._tokenizer.get_vocab_size(with_added_tokens=True),
             "vocab_size": self._tokenizer.get_vocab_size(with_added_tokens=False),
-            "thinking": next((THINKING[tokens] for tokens in THINKING if None not in map(find, tokens)), None),
+            "thinking": next(
+                (THINKING[tokens] for tokens in THINKING if None not in map(find, tokens)), None
+            ),
             "decoder": kind,
             "pieces": [] if kind == "other" else self.tokens(list(range(last + 1))),
             # Marks such as <|im_end|> are more than text; added spaces and line breaks are text.
@@ -114,7 +129,9 @@ class Encoder:
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool, clean_up: bool | None) -> str:
-        """Token ids to text; ``clean_up``: None is the folder's own choice, and byte pair encoding needs none."""
+        """Token ids to text; ``clean_up``: None is the folder's own choice, and byte pair encoding needs
+        none.
+        """
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         if self._kind != "BPE" and (self._clean_up if clean_up is None else clean_up):
             for spaced in SPACES:
@@ -136,23 +153,28 @@ class Encoder:
     def parts(self) -> dict[str, str]:
         """SHA-256 by the part's name, the vocabulary first: of what differs, the first part is named.
 
-        What has no effect on ids or text is left out: the order in a file, merges as text or as pairs, a sequence of
-        one step, whether a token is special. What is put around a text is left out, too: a draft model is given ids.
+        What has no effect on ids or text is left out: the order in a file, merges as text or as pairs, a
+        sequence of one step, whether a token is special. What is put around a text is left out, too: a draft
+        model is given ids.
         """
         raw, listed = json.loads(self._tokenizer.to_str()), self.vocabulary()
         model = raw["model"]
         vocabulary = model.pop("vocab", None)
-        scores = None if isinstance(vocabulary, dict) else vocabulary  # of a Unigram: pieces with a score each
+        # of a Unigram: pieces with a score each
+        scores = None if isinstance(vocabulary, dict) else vocabulary
         parts: dict[str, Any] = {
             "vocabulary": sorted((place, token) for token, place in listed.items()),
             "merges": [scores, model.pop("merges", None)],
             "model": {key: value for key, value in model.items() if value not in (None, "", False)},
-            "added tokens": sorted([each["id"], *(each[flag] for flag in FLAGS)] for each in raw["added_tokens"]),
+            "added tokens": sorted(
+                [each["id"], *(each[flag] for flag in FLAGS)] for each in raw["added_tokens"]
+            ),
         }
         for name, steps in STEPS.items():
             parts[name.replace("_", "-")] = _step(raw[name], steps)
         return {
-            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest() for name, part in parts.items()
+            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+            for name, part in parts.items()
         }
 
     def _finish(self, name: str | None) -> None:
@@ -183,7 +205,9 @@ class Encoder:
             scheme = "never" if not spaced else "always" if legacy else "first"
             spaced = spaced or name == "CodeLlamaTokenizer"  # it always decodes so
             tokenizer.normalizer = None
-            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+                replacement="▁", prepend_scheme=scheme, split=False
+            )
             steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
             tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * spaced)
             self._decoder = {"type": "Sequence", "decoders": SPM + [STRIP] * spaced}
@@ -191,7 +215,9 @@ class Encoder:
         tokenizer.normalizer = None if name == "GPT2Tokenizer" else normalizers.NFC()
         by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=name != "Qwen2Tokenizer")
         split = pre_tokenizers.Split(Regex(QWEN), behavior="isolated", invert=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes]) if name == "Qwen2Tokenizer" else by_bytes
+        tokenizer.pre_tokenizer = (
+            pre_tokenizers.Sequence([split, by_bytes]) if name == "Qwen2Tokenizer" else by_bytes
+        )
         self._decode_bytes()
 
     def _decode_bytes(self) -> None:
@@ -202,7 +228,8 @@ class Encoder:
 def pipeline_class(model_type: str | None, declared: object, content: bytes, kind: str) -> str | None:
     """The class for which transformers 5 builds a pipeline of its own; None: it takes tokenizer.json's.
 
-    ``declared``: the folder's tokenizer_class. ``content``: tokenizer.json, whose model is of the type ``kind``.
+    ``declared``: the folder's tokenizer_class. ``content``: tokenizer.json, whose model is of the type
+        ``kind``.
     """
     name = declared.removesuffix("Fast") if isinstance(declared, str) else ""
     if model_type == "qwen2" or (model_type in ("qwen3", "qwen3_moe") and not name):
@@ -234,7 +261,9 @@ def _has_byte_level(step: Any) -> bool:
 
 
 def decoder_kind(decoder: object) -> str:
-    """How tokens become bytes: ``byte_level``, ``byte_fallback``, or ``other``: only the library can decode."""
+    """How tokens become bytes: ``byte_level``, ``byte_fallback``, or ``other``: only the library can
+    decode.
+    """
     if not isinstance(decoder, dict):
         return "other"
     if decoder.get("type") == "ByteLevel":
@@ -257,4 +286,6 @@ def _check(raw: dict[str, Any]) -> None:
         ids.append(item.get("id"))
     for place in ids:
         if type(place) is not int or not 0 <= place < MAX_ID:
-            raise ValueError(f"tokenizer.json: token id {str(place)[:80]}; expected an int from 0 to {MAX_ID - 1}")
+            raise ValueError(
+                f"tokenizer.json: token id {str(place)[:80]}; expected an int from 0 to {MAX_ID - 1}"
+            )

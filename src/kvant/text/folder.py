@@ -1,4 +1,6 @@
-"""A model folder's tokenizer files, read with care: a stranger may have made them. The worker parses tokenizer.json."""
+"""A model folder's tokenizer files, read with care: a stranger may have made them. The worker parses
+tokenizer.json.
+"""
 
 import os
 from collections.abc import Mapping
@@ -18,8 +20,9 @@ TEMPLATES = "additional_chat_templates"  # a folder of further ones
 def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
     """Read them; nothing else of the folder is opened.
 
-    Returns the bytes of tokenizer.json; what the other files say, as arguments of :class:`kvant.text.encoding.Encoder`;
-    and chat templates by name: "default" is the one that is used when none is named.
+    Returns the bytes of tokenizer.json; what the other files say, as arguments of
+    :class:`kvant.text.encoding.Encoder`; and chat templates by name: "default" is the one that is used when
+    none is named.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(
@@ -39,13 +42,17 @@ def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str,
         raise ModelError(f"{folder / 'added_tokens.json'}: expected an id for every token")
     templates = _templates(folder, path, config.pop("chat_template", None))
     model = read_optional(folder / "config.json")
-    words = {key: value for key in ("model_type", "tokenizer_class") if isinstance(value := model.get(key), str)}
+    words = {
+        key: value for key in ("model_type", "tokenizer_class") if isinstance(value := model.get(key), str)
+    }
     settings = {"config": config, "special_tokens": special, "added_tokens": added, "model": words}
     return read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES), settings, templates
 
 
 def _templates(folder: Path, config: Path, stored: object) -> dict[str, str]:
-    """Templates in files of their own, else those ``stored`` in tokenizer_config.json, the file ``config``."""
+    """Templates in files of their own, else those ``stored`` in tokenizer_config.json, the file
+    ``config``.
+    """
     found = {}
     if os.path.lexists(folder / "chat_template.jinja"):
         found["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)

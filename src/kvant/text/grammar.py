@@ -1,4 +1,6 @@
-"""Answers that have to follow a JSON schema, a regular expression or a grammar: which tokens may come next."""
+"""Answers that have to follow a JSON schema, a regular expression or a grammar: which tokens may come
+next.
+"""
 
 import threading
 from collections.abc import Collection
@@ -51,14 +53,16 @@ class Grammars:
         """A grammar that answers can be held to.
 
         Args:
-            kind: "json_object": any JSON object. "json_schema": JSON that satisfies a schema. Both without whitespace
-                between their parts. "regex": text that a regular expression of Rust's syntax matches whole. "grammar":
-                one in llguidance's form of Lark's language. "tool_calls": of :func:`build_tool_grammar`.
+            kind: "json_object": any JSON object. "json_schema": JSON that satisfies a schema. Both without
+                whitespace between their parts. "regex": text that a regular expression of Rust's syntax
+                matches whole. "grammar": one in llguidance's form of Lark's language. "tool_calls": of
+                :func:`build_tool_grammar`.
             source: a schema as an object or as JSON text; else text.
             prompt: the rendered messages, of a model that may think before it answers. Thinking is free.
 
         Raises:
-            GrammarError: a source that is wrong, too large or takes too long; or a tokenizer that cannot be used.
+            GrammarError: a source that is wrong, too large or takes too long; or a tokenizer that cannot be
+                used.
         """
         return self.compile_document(kind, self.document(kind, source, prompt))
 
@@ -84,7 +88,9 @@ class Grammars:
             return found
         prepared = self.prepare()
         try:
-            prepared.process.ask({"do": "check_grammar", "document": text, "vocabulary": prepared.single_bytes})
+            prepared.process.ask(
+                {"do": "check_grammar", "document": text, "vocabulary": prepared.single_bytes}
+            )
             matcher = guidance.compiled(prepared.vocabulary, text)
             guidance.next_mask(matcher)
         except (TextError, GrammarError) as error:
@@ -98,7 +104,9 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar. It goes among the logits processors of a request or a call, and is never changed."""
+    """A compiled grammar. It goes among the logits processors of a request or a call, and is never
+    changed.
+    """
 
     def __init__(self, compiled: "LLMatcher", eos_tokens: Collection[int], vocab_size: int) -> None:
         self._compiled = compiled
@@ -111,7 +119,8 @@ class Grammar:
             raise ValueError(f"the grammar is for {self.vocab_size} tokens; the model has {vocab_size}")
         if not self.eos_tokens <= set(stop_tokens):
             raise ValueError(
-                f"an answer under a grammar ends with an end-of-text token, one of {sorted(self.eos_tokens)}; "
+                f"an answer under a grammar ends with an end-of-text token, one of "
+                f"{sorted(self.eos_tokens)}; "
                 f"they are not all among the stop tokens, which are {sorted(stop_tokens)}"
             )
 
@@ -129,7 +138,8 @@ class Matcher:
     def mask(self) -> bytes:
         """A byte for each token of the model: 0 where it must not come next.
 
-        Where nothing but the end may follow, the end-of-text tokens are allowed. Taking too long is a GrammarError.
+        Where nothing but the end may follow, the end-of-text tokens are allowed. Taking too long is a
+        GrammarError.
         """
         return guidance.next_mask(self._matcher)
 
@@ -145,7 +155,9 @@ class _Prepared:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         tokens = tokenizer.token_bytes()
         if tokens is None:
-            raise GrammarError("a grammar is not possible with this tokenizer: its tokens do not stand for bytes")
+            raise GrammarError(
+                "a grammar is not possible with this tokenizer: its tokens do not stand for bytes"
+            )
         eos = sorted(token for token in tokenizer.eos_token_ids if token < vocab_size)
         if not eos:
             raise GrammarError("a grammar is not possible with this tokenizer: it has no end-of-text token")

@@ -1,4 +1,5 @@
-"""What an answer has to follow, as llguidance takes it: a JSON document with a grammar in its form of Lark's language.
+"""What an answer has to follow, as llguidance takes it: a JSON document with a grammar in its form of Lark's
+language.
 
 Its syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md.
 """
@@ -20,16 +21,26 @@ Kind = Literal["json_object", "json_schema", "regex", "grammar", "tool_calls"]
 Source = Mapping[str, Any] | str | bool  # a schema as an object or as JSON text; of other kinds text
 
 MAX_SOURCE = 64 * 1024  # bytes
-# A model splits forced text into tokens as it likes: else the library would ask the tokenizer's process at each.
+# A model splits forced text into tokens as it likes: else the library would ask the tokenizer's process at
+# each.
 OPTIONS = '%llguidance {"no_forcing": true}'
-# No whitespace between JSON's parts: small models write it without end. A schema must not change any of these.
+# No whitespace between JSON's parts: small models write it without end. A schema must not change any of
+# these.
 COMPACT = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 ALTERNATIVES = ("anyOf", "oneOf")
-OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}  # an object may have parts in several places
+# an object may have parts in several places
+OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}
 LISTED = {"properties", "patternProperties", "required"}
-SAYS_OTHERS = {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "$ref", *ALTERNATIVES}
+SAYS_OTHERS = {
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "minProperties",
+    "$ref",
+    *ALTERNATIVES,
+}
 CONSTANTS = ("const", "enum")
 VALUES = (*CONSTANTS, "default", "examples")  # no schemas
 # What the library holds texts to. To JSON Schema a format is an annotation, so any other one is left out.
@@ -37,7 +48,8 @@ FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6",
 CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # in JSON: a control character without a short escape
 MOST_EXACT = 2**63  # below it the library writes every integer that a float64 can hold as it is
 NEXT = 1e-12
-# Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read twice.
+# Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read
+# twice.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
 TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # a rule's
 ANY_TEXT = "TEXT: /(?s:.*)/"
@@ -48,7 +60,8 @@ class ToolGrammar:
     """Tool calls that an answer has to be, or may have."""
 
     form: ToolFormat
-    schemas: Mapping[str, Mapping[str, Any] | str]  # of arguments by name; or a Lark grammar of the one, ``input``
+    # of arguments by name; or a Lark grammar of the one, ``input``
+    schemas: Mapping[str, Mapping[str, Any] | str]
     must: bool  # the answer is calls; else it is text, with or without calls
     several: bool  # there may be more than one
     text: tuple[Kind, Source] | None = None  # an answer that is not calls; None: any text
@@ -65,12 +78,13 @@ def build_tool_grammar(
 
     Args:
         form: of the model's calls.
-        tools: in OpenAI's form, with a ``grammar`` in place of ``parameters`` where the one argument ``input`` has
-            one. For one that has to be called: this one alone.
-        choice: "required": the answer is calls. "auto": text, in which a call may come; then the arguments of tools
-            that are ``strict`` satisfy their schemas, and others are any object.
+        tools: in OpenAI's form, with a ``grammar`` in place of ``parameters`` where the one argument
+            ``input`` has one. For one that has to be called: this one alone.
+        choice: "required": the answer is calls. "auto": text, in which a call may come; then the arguments of
+            tools that are ``strict`` satisfy their schemas, and others are any object.
         parallel: there may be more than one call, where the form has several.
-        text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their schemas.
+        text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their
+            schemas.
     """
     if form.writing is None:
         raise GrammarError(f"calls in the form {form.name} cannot be forced: their arguments are not JSON")
@@ -114,17 +128,23 @@ class Marked:
     def text(self, text: str) -> str:
         """A literal text."""
         pieces = [piece for piece in self._marks.split(text) if piece]
-        return " ".join(f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece) for piece in pieces)
+        return " ".join(
+            f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece) for piece in pieces
+        )
 
     def up_to(self, rule: str, mark: str) -> str:
-        """A rule of any text and a mark behind it. If the mark begins with a token, text cannot be taken for it."""
+        """A rule of any text and a mark behind it. If the mark begins with a token, text cannot be taken
+        for it.
+        """
         if self._marks.match(mark):
             return f"{rule}: TEXT {self.text(mark)}"
         return f"{rule}[lazy]: /(?s:.*){escaped(mark)}/"
 
 
 def document(kind: Kind, source: Source | ToolGrammar, marked: Marked, prompt: str | None) -> str:
-    """The JSON document of a source, whose arguments are those of :meth:`kvant.text.grammar.Grammars.compile`."""
+    """The JSON document of a source, whose arguments are those of
+    :meth:`kvant.text.grammar.Grammars.compile`.
+    """
     try:
         first, *more = _grammars(kind, source, marked)
         thinking = None if prompt is None else _thinking(marked, prompt)
@@ -180,7 +200,9 @@ def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[
 def _without_temperature(source: str) -> str:
     """A grammar of the client's, which is refused if it says how to sample."""
     if TEMPERATURE.search(QUOTED.sub('""', source)):
-        raise GrammarError("the grammar has a temperature; expected none: an answer is sampled with its request's")
+        raise GrammarError(
+            "the grammar has a temperature; expected none: an answer is sampled with its request's"
+        )
     return source
 
 
@@ -228,11 +250,12 @@ def unknown_formats(schema: object) -> set[str]:
 def _exact(schema: Any, closes: bool) -> Any:
     """Return a schema as answers are held to it: without unknown formats, and stricter in two ways.
 
-    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the next number,
+    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the
+    next number,
     nearly: one that is a billionth of a thousandth further.
 
-    If ``closes``, an object that lists its properties has no others, unless the schema says so: a model would write
-    one after the other. So do OpenAI's strict mode and llama.cpp.
+    If ``closes``, an object that lists its properties has no others, unless the schema says so: a model would
+    write one after the other. So do OpenAI's strict mode and llama.cpp.
     """
     if isinstance(schema, list):
         return [_exact(each, closes) for each in schema]
@@ -274,7 +297,8 @@ def _check_least(schema: Mapping[str, Any]) -> None:
     most = 1 + (len({*map(str, required)}) if isinstance(required, list | tuple) else 0)
     if is_open and isinstance(least, int) and least > most:
         raise GrammarError(
-            f"the json_schema's minProperties is {least}; expected at most {most}, one more than are required: "
+            f"the json_schema's minProperties is {least}; expected at most {most}, one more than are "
+            f"required: "
             "a name that is not required could come twice"
         )
 
@@ -283,7 +307,9 @@ def _check_numbers(key: str, value: Any) -> None:
     """Refuse an integer in a constant that the library would change: it reads every number as a float64."""
     for part in _values(value):
         if isinstance(part, int) and (abs(part) >= MOST_EXACT or float(part) != part):
-            raise GrammarError(f"the json_schema's {key} has the integer {part!s:.40}, which is not held exactly")
+            raise GrammarError(
+                f"the json_schema's {key} has the integer {part!s:.40}, which is not held exactly"
+            )
 
 
 def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callable[[Any, Any], Any]) -> None:
@@ -316,7 +342,9 @@ def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[st
         lines.append(f"start: {marked.text(writing.begin)} {several} {marked.text(writing.end)}")
     else:
         # Free text is read up to the mark that begins calls, and the mark with it.
-        mark = next((mark for mark in form.starts if (writing.begin or writing.before_name).startswith(mark)), "")
+        mark = next(
+            (mark for mark in form.starts if (writing.begin or writing.before_name).startswith(mark)), ""
+        )
         if writing.begin:
             begin = marked.text(writing.begin.removeprefix(mark))
             lines.append(f"rest: {begin} {several} {marked.text(writing.end)}")
@@ -325,14 +353,19 @@ def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[st
         lines += _free(source, marked, mark)
     arguments = []
     for name, schema in source.schemas.items():
-        arguments += _input(rules[name], schema) if isinstance(schema, str) else [_json(rules[name], schema, SPACED)]
+        arguments += (
+            _input(rules[name], schema) if isinstance(schema, str) else [_json(rules[name], schema, SPACED)]
+        )
     return lines, arguments
 
 
 def _input(name: str, source: str) -> list[dict[str, Any]]:
     """The grammar of a JSON object with one text, ``input``, under a name, and that of the text."""
     lines = [rf'start: "{{\"input\": \"" @{name}_text "\"}}"']
-    return [{"name": name, **_lark(lines)}, {"name": f"{name}_text", **_lark([quoted(_without_temperature(source))])}]
+    return [
+        {"name": name, **_lark(lines)},
+        {"name": f"{name}_text", **_lark([quoted(_without_temperature(source))])},
+    ]
 
 
 def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
@@ -347,14 +380,21 @@ def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
 
 
 def _thinking(marked: Marked, prompt: str) -> list[str] | None:
-    """The lines of an answer that thinking may come before; None: this tokenizer's model does not think aloud."""
+    """The lines of an answer that thinking may come before; None: this tokenizer's model does not think
+    aloud.
+    """
     marks = marks_of(marked.tokenizer)
     if marks is None:
         return None
     begun = " | ".join(map(marked.text, marks.starts))
     before = "thought SPACE" if marks.opened_by(prompt) else f"(({begun}) thought SPACE)?"
     left_out = f"({' | '.join(map(marked.text, marks.left_out))})?" if marks.left_out else ""
-    return [f"start: {before} {left_out} @answer", marked.up_to("thought", marks.end), ANY_TEXT, r"SPACE: /\n{0,3}/"]
+    return [
+        f"start: {before} {left_out} @answer",
+        marked.up_to("thought", marks.end),
+        ANY_TEXT,
+        r"SPACE: /\n{0,3}/",
+    ]
 
 
 def escaped(text: str) -> str:

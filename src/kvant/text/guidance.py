@@ -1,4 +1,5 @@
-"""llguidance (github.com/guidance-ai/llguidance): vocabularies and grammars in its shape, and its errors as kvant's.
+"""llguidance (github.com/guidance-ai/llguidance): vocabularies and grammars in its shape, and its errors as
+kvant's.
 
 It is imported in functions: it is an extra, and few commands need it.
 """
@@ -14,7 +15,8 @@ from kvant.errors import GrammarError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")  # endings of a matcher that are no failure
+# endings of a matcher that are no failure
+FINE = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
 SHOWN = re.compile(r"\^*|\d+ \|.*|<non-verbose/>")  # lines of an error that show the place in the source
 # Parts of the library's messages that say nothing to a client: options that it cannot set, a panic's
 # backtrace.
@@ -56,7 +58,12 @@ class Vocabulary:
         """Tokens of one byte and marks: enough to compile any grammar, as JSON text for :func:`check`."""
         marks = set(self.special_token_ids)
         some = [[i, token.hex()] for i, token in enumerate(self.tokens) if len(token) == 1 or i in marks]
-        given = {"size": len(self.tokens), "tokens": some, "marks": self.special_token_ids, "eos": self.eos_token_ids}
+        given = {
+            "size": len(self.tokens),
+            "tokens": some,
+            "marks": self.special_token_ids,
+            "eos": self.eos_token_ids,
+        }
         return json.dumps(given)
 
     def for_library(self) -> "LLTokenizer":
@@ -100,7 +107,8 @@ def compiled(vocabulary: "LLTokenizer", document: str) -> "LLMatcher":
     """A grammar at its beginning. ``document``: JSON, of :mod:`kvant.text.grammar_source`."""
     from llguidance import LLMatcher, LLParserLimits
 
-    limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)  # verbose ones quote the answer
+    # verbose ones quote the answer
+    limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary, document, log_level=0, limits=limits)
     fail_if_failed(matcher)
     return matcher

@@ -1,7 +1,7 @@
 """A process that runs a model folder's tokenizer and chat template, bounded in time and memory.
 
-Both are a stranger's programs: a template is one, and a tokenizer's regular expressions and normalizers can run for
-ever or take all memory. A library that interprets them cannot be interrupted. A process can be ended.
+Both are a stranger's programs: a template is one, and a tokenizer's regular expressions and normalizers can
+run for ever or take all memory. A library that interprets them cannot be interrupted. A process can be ended.
 """
 
 import json
@@ -40,10 +40,11 @@ class _GoneError(TextError):
 
 
 class TextProcess:
-    """A process that renders templates and runs a tokenizer, one request at a time, for threads of this process.
+    """A process that renders templates and runs a tokenizer, one request at a time, for threads of this
+    process.
 
-    It is started at once. Where it had to be ended it is started again, with the same tokenizer. It ends with this
-    object or with Python.
+    It is started at once. Where it had to be ended it is started again, with the same tokenizer. It ends with
+    this object or with Python.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class TextProcess:
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
         """Send the request that loads a tokenizer. It is loaded again after every new start.
 
-        The function that is returned waits for the answer and raises as :meth:`ask`, which may not be called before it.
+        The function that is returned waits for the answer and raises as :meth:`ask`, which may not be called
+        before it.
         """
         line = self._encoded(request, payload)
         with self._lock, self._ended_on_error():
@@ -89,7 +91,9 @@ class TextProcess:
                 except _GoneError:
                     answer = self._exchange(line)
             except _GoneError as error:
-                raise EngineError(f"the tokenizer's process was ended from outside: {error}; try again") from None
+                raise EngineError(
+                    f"the tokenizer's process was ended from outside: {error}; try again"
+                ) from None
         return _result(answer)
 
     def close(self) -> None:
@@ -106,7 +110,8 @@ class TextProcess:
     def _start(self) -> None:
         try:
             self._process = subprocess.Popen(
-                # -P: modules are not looked for beside the program. A session of its own: Ctrl-C is not for it.
+                # -P: modules are not looked for beside the program. A session of its own: Ctrl-C is not for
+                # it.
                 [sys.executable, "-P", str(PROGRAM), str(ADDRESS_LIMIT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -123,7 +128,8 @@ class TextProcess:
         self._end = weakref.finalize(self, _end, self._process, self._owner)
 
     def _exchange(self, line: bytes) -> dict[str, Any]:
-        if self._owner != os.getpid() or self._process.poll() is not None:  # after a fork: the process is the parent's
+        # after a fork: the process is the parent's
+        if self._owner != os.getpid() or self._process.poll() is not None:
             self._end()
             self._start()
         with self._ended_on_error():
@@ -142,7 +148,9 @@ class TextProcess:
     def _encoded(self, request: dict[str, Any], payload: bytes = b"") -> bytes:
         try:
             added = {"payload": len(payload), "seconds": self._time_limit_s}
-            return json.dumps({**request, **added}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+            return (
+                json.dumps({**request, **added}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+            )
         except (TypeError, ValueError, RecursionError) as error:
             raise TextError(f"it cannot be given this: {error}") from error
 
@@ -167,7 +175,9 @@ class TextProcess:
                 view = view[stdin.write(view) :]
 
     def _read(self) -> bytes:
-        """Return the next line. Its own timer ends a process that is slow, this one that needs much memory."""
+        """Return the next line. Its own timer ends a process that is slow, this one that needs much
+        memory.
+        """
         stdout = self._process.stdout
         assert stdout is not None
         end = time.monotonic() + WALL_LIMIT_S

@@ -33,7 +33,9 @@ def token_ids(prompt: Iterable[int] | mx.array, vocab_size: int) -> list[int]:
     """The ids of a prompt."""
     if isinstance(prompt, mx.array):
         if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
-            raise PromptError(f"prompt is {prompt.dtype} of shape {tuple(prompt.shape)}; expected one row of token ids")
+            raise PromptError(
+                f"prompt is {prompt.dtype} of shape {tuple(prompt.shape)}; expected one row of token ids"
+            )
         ids: list[int] = prompt.tolist()  # type: ignore[assignment]
     elif isinstance(prompt, str | bytes | Mapping) or not isinstance(prompt, Iterable):
         raise PromptError(f"prompt is a {type(prompt).__name__}; expected text or token ids")
@@ -47,7 +49,9 @@ def token_ids(prompt: Iterable[int] | mx.array, vocab_size: int) -> list[int]:
     return ids
 
 
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+def render_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+) -> str:
     """Messages through the model's chat template, up to where the assistant's answer begins.
 
     ``variables``: further ones of the template, such as ``enable_thinking``.
@@ -60,7 +64,9 @@ def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], variables: Ma
 
 
 def system_place(tokenizer: Tokenizer) -> Literal["anywhere", "first", "nowhere"]:
-    """Where the chat template takes a system message. One that it leaves out or refuses has no place there."""
+    """Where the chat template takes a system message. One that it leaves out or refuses has no place
+    there.
+    """
     user, system = {"role": "user", "content": "x"}, {"role": "system", "content": SYSTEM_PROBE}
 
     def shows(*messages: Message) -> bool:
@@ -98,7 +104,9 @@ def check_variables(tokenizer: Tokenizer, names: Collection[str]) -> None:
         if name in GIVEN:
             raise ValueError(f"has {name[:80]!r}, which kvant sets itself")
         if name not in words:
-            raise ValueError(f"has {name[:80]!r}, which the chat template does not mention{did_you_mean(name, words)}")
+            raise ValueError(
+                f"has {name[:80]!r}, which the chat template does not mention{did_you_mean(name, words)}"
+            )
 
 
 def mentioned(tokenizer: Tokenizer) -> set[str]:
@@ -109,8 +117,8 @@ def mentioned(tokenizer: Tokenizer) -> set[str]:
 class KnownText:
     """A rendered conversation with the token ids that were fed and generated for it.
 
-    A model may write an answer in other tokens than its text encodes to. A later rendering that repeats the text is
-    given the same tokens again, so that the cache still holds them.
+    A model may write an answer in other tokens than its text encodes to. A later rendering that repeats the
+    text is given the same tokens again, so that the cache still holds them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -130,7 +138,9 @@ class KnownText:
         return encode_rendered(self._tokenizer, text)
 
     def answered(self, text: str, ids: Sequence[int], answer: Sequence[int]) -> None:
-        """Remember a rendered conversation, its ids, and the ids of the answer to it without a token that ended it."""
+        """Remember a rendered conversation, its ids, and the ids of the answer to it without a token that
+        ended it.
+        """
         kept = len(self._answers)
         for characters, tokens in reversed(self._answers):
             if text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]:

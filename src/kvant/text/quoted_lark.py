@@ -1,7 +1,7 @@
 """A grammar in Lark's language for text that is written inside a string of JSON, as an argument of a call is.
 
-A character of such text is itself or an escape, and none begins another. Every one is a terminal of its own here: the
-library reads terminals by the longest match, and does not go back where two of them begin alike.
+A character of such text is itself or an escape, and none begins another. Every one is a terminal of its own
+here: the library reads terminals by the longest match, and does not go back where two of them begin alike.
 """
 
 import json
@@ -44,7 +44,9 @@ RUST = re.compile(r"(?<!\\)\[|&&|--|~~|\\[pPux]")  # in a set, and not in Python
 
 
 def quoted(source: str) -> str:
-    """A grammar whose texts are those of another one, as JSON writes them between quotes. Others are refused."""
+    """A grammar whose texts are those of another one, as JSON writes them between quotes. Others are
+    refused.
+    """
     return PIECE.sub(_piece, IMPORT.sub(_imported, source))
 
 

@@ -71,7 +71,9 @@ def tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON without Jinja's escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def strftime_now(form: str) -> str:
@@ -81,7 +83,9 @@ def strftime_now(form: str) -> str:
 
 def environment() -> ImmutableSandboxedEnvironment:
     """Jinja as transformers sets it up for chat templates; a test holds the two against each other."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     made.filters["tojson"] = tojson
     made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     made.globals |= {"dict": PlainDict(), "namespace": PlainNamespace}

@@ -8,8 +8,8 @@ from kvant.text.tokenizer import Tokenizer
 class TextStream:
     """Text of a growing sequence of tokens, cut before the stop string that ends first.
 
-    mlx-lm's streaming detokenizer holds back bytes that are not yet a whole character; this holds back text that may
-    still become a stop string.
+    mlx-lm's streaming detokenizer holds back bytes that are not yet a whole character; this holds back text
+    that may still become a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -42,7 +42,9 @@ class TextStream:
 
 
 class StopText:
-    """Cuts a growing text before the stop string that ends first, and holds back what may still become one."""
+    """Cuts a growing text before the stop string that ends first, and holds back what may still become
+    one.
+    """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)

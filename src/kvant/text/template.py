@@ -1,4 +1,6 @@
-"""Messages for a chat template: which template, its variables, an answer to continue. As transformers does it."""
+"""Messages for a chat template: which template, its variables, an answer to continue. As transformers does
+it.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,9 @@ MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands where an answer is to be continue
 def render(process: TextProcess, template: str, variables: Mapping[str, Any]) -> str:
     """A template's text for variables of JSON."""
     if len(template) > MAX_TEMPLATE:
-        raise PromptError(f"the chat template has {len(template)} characters; expected at most {MAX_TEMPLATE}")
+        raise PromptError(
+            f"the chat template has {len(template)} characters; expected at most {MAX_TEMPLATE}"
+        )
     with library_errors(PromptError, "the chat template failed"):
         return str(process.ask({"do": "render", "template": template, "variables": variables}))
 
@@ -33,7 +37,9 @@ def choose_template(templates: str | Mapping[str, str] | None, wanted: str | Non
     if not by_name:
         raise PromptError("the model has no chat template")
     if "default" not in by_name:
-        raise PromptError(f"the model has several chat templates and no default; name one of {', '.join(by_name)}")
+        raise PromptError(
+            f"the model has several chat templates and no default; name one of {', '.join(by_name)}"
+        )
     return by_name["default"]
 
 
@@ -45,11 +51,15 @@ def all_templates(templates: str | Mapping[str, str] | None) -> str:
 def prepare(messages: object) -> list[dict[str, Any]]:
     """Messages as templates take them: plain JSON, no key that is None, reasoning under each of its names."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ArgumentError("conversation", "is empty; expected a list of messages, each with a role and content")
+        raise ArgumentError(
+            "conversation", "is empty; expected a list of messages, each with a role and content"
+        )
     prepared = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise ArgumentError("conversation", f"has a {type(message).__name__}; expected messages with roles")
+            raise ArgumentError(
+                "conversation", f"has a {type(message).__name__}; expected messages with roles"
+            )
         plain = {key: value for key, value in plain_data(message).items() if value is not None}
         reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
         if reasoning is not None:
@@ -103,6 +113,7 @@ def _plain(value: Any) -> Any:
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):  # of pydantic
         return _plain(dump())
-    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # a number of NumPy's
+    # a number of NumPy's
+    if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
         return _plain(item())
     return f"<{type(value).__name__}>"

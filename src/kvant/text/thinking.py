@@ -1,4 +1,6 @@
-"""A model's thinking and its answer told apart while the text streams, by the marks of the model's own template."""
+"""A model's thinking and its answer told apart while the text streams, by the marks of the model's own
+template.
+"""
 
 from dataclasses import dataclass
 
@@ -26,7 +28,11 @@ HARMONY_SAID = ("final", "commentary")  # channels of what is said; of the secon
 HARMONY = Marks(
     ("<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"),
     "<|end|>",
-    tuple(f"{start}<|channel|>{name}<|message|>" for start in ("", "<|start|>assistant") for name in HARMONY_SAID),
+    tuple(
+        f"{start}<|channel|>{name}<|message|>"
+        for start in ("", "<|start|>assistant")
+        for name in HARMONY_SAID
+    ),
 )
 ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may begin an answer without thinking with the end mark
 IN_WORDS = Marks(("<think>",), "</think>")  # of Olmo 3 and others, whose vocabularies have no tokens for them
@@ -47,8 +53,8 @@ def marks_of(tokenizer: Tokenizer) -> Marks | None:
 class Thinking:
     """Splits one answer. Marks are left out, and so are the line breaks beside them.
 
-    Thinking is at the start of an answer, before it or between marks. A mark inside the answer is text: a model may
-    write about marks.
+    Thinking is at the start of an answer, before it or between marks. A mark inside the answer is text: a
+    model may write about marks.
     """
 
     def __init__(self, marks: Marks, prompt: str) -> None:
@@ -66,7 +72,9 @@ class Thinking:
         return None if marks is None else cls(marks, prompt)
 
     def add(self, text: str) -> list[tuple[bool, str]]:
-        """Take the next piece of the answer; return what is certain: (is it thinking, text), no text empty."""
+        """Take the next piece of the answer; return what is certain: (is it thinking, text), no text
+        empty.
+        """
         self._held += text
         pieces: list[tuple[bool, str]] = []
         while self._step(pieces):

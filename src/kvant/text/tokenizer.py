@@ -13,7 +13,8 @@ from kvant.text.template import choose_template, cut_at_mark, mark_continuation,
 
 MAX_IDS = 2**32  # the tokenizers library's ids
 
-# Arguments of transformers' apply_chat_template. They are refused: else they would silently be template variables.
+# Arguments of transformers' apply_chat_template. They are refused: else they would silently be template
+# variables.
 REFUSED = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     *("return_assistant_tokens_mask", "sanitize_control_tokens"),
@@ -30,7 +31,9 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
 
 
 def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
-    """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for it."""
+    """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for
+    it.
+    """
     content, settings, templates = read_tokenizer_files(folder)
     failure = f"{folder}: the tokenizer cannot be loaded"
     with library_errors(ModelError, failure):
@@ -92,7 +95,9 @@ class Tokenizer:
         self._eos_token_ids.add(int(token) if token.isdecimal() else self._known(token))
 
     def replace_eos_token(self, token: str) -> None:
-        """Let a token of the vocabulary be the end of text, for chat templates too, instead of the tokenizer's own."""
+        """Let a token of the vocabulary be the end of text, for chat templates too, instead of the
+        tokenizer's own.
+        """
         self.eos_token_id = self._known(token)
         self.eos_token = self.special_tokens_map["eos_token"] = token
         self._eos_token_ids = {self.eos_token_id}
@@ -109,7 +114,9 @@ class Tokenizer:
 
     @has_chat_template.setter
     def has_chat_template(self, has: bool) -> None:
-        """Does nothing: mlx-lm's wrapper sets it on any tokenizer, and here it follows from ``chat_template``."""
+        """Does nothing: mlx-lm's wrapper sets it on any tokenizer, and here it follows from
+        ``chat_template``.
+        """
 
     @property
     def has_thinking(self) -> bool:
@@ -131,7 +138,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt has {text[error.start]!r}, half of a character; expected Unicode") from error
+            raise PromptError(
+                f"the prompt has {text[error.start]!r}, half of a character; expected Unicode"
+            ) from error
         request = {"do": "encode", "text": text, "add_special_tokens": bool(add_special_tokens)}
         return list(self._ask(request, "the prompt cannot be encoded", PromptError))
 
@@ -157,7 +166,9 @@ class Tokenizer:
         return found[0] if isinstance(ids, int) else found
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a string of the vocabulary, or those of several; the unknown token's for any other string."""
+        """The id of a string of the vocabulary, or those of several; the unknown token's for any other
+        string.
+        """
         found = self._find([tokens] if isinstance(tokens, str) else list(tokens))
         ids = [self.unk_token_id if token is None else token for token in found]
         return ids[0] if isinstance(tokens, str) else ids
@@ -172,7 +183,9 @@ class Tokenizer:
 
     @property
     def mark_ids(self) -> list[int]:
-        """Ids of the added tokens that are more than text: control tokens, and marks such as ``<tool_call>``."""
+        """Ids of the added tokens that are more than text: control tokens, and marks such as
+        ``<tool_call>``.
+        """
         return list(self._facts["marks"])
 
     def token_bytes(self) -> list[bytes] | None:
@@ -186,7 +199,9 @@ class Tokenizer:
         kind = self._facts["decoder"]
         if kind == "other":
             return WindowDetokenizer(lambda ids: self.decode(ids, clean_up_tokenization_spaces=False))
-        return ByteDetokenizer(self._facts["pieces"], byte_level=kind == "byte_level", strips=self._facts["strips"])
+        return ByteDetokenizer(
+            self._facts["pieces"], byte_level=kind == "byte_level", strips=self._facts["strips"]
+        )
 
     def apply_chat_template(
         self,
@@ -203,9 +218,10 @@ class Tokenizer:
         """Messages through the chat template.
 
         Args:
-            conversation: messages, each with a role and content; or several such conversations, for a list of results.
-            tools: JSON schemas or Python functions that the model may call. A function needs a type hint for each
-                parameter, and a docstring in Google's style that describes them.
+            conversation: messages, each with a role and content; or several such conversations, for a list of
+                results.
+            tools: JSON schemas or Python functions that the model may call. A function needs a type hint for
+                each parameter, and a docstring in Google's style that describes them.
             documents: texts the model may read, each with a title and a text.
             chat_template: one of the model's by name, or Jinja source; default: the model's.
             add_generation_prompt: end where the assistant's answer begins.
@@ -214,18 +230,26 @@ class Tokenizer:
             variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            PromptError: no template, or one that fails on these messages, takes longer than 5 s or more than 512 MiB.
+            PromptError: no template, or one that fails on these messages, takes longer than 5 s or more than
+                512 MiB.
             ValueError: arguments that cannot be applied.
         """
         for name in REFUSED:
             if variables.pop(name, None):
                 raise ValueError(f"{name} is not supported by kvant's apply_chat_template")
         if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt are given; expected one of them")
+            raise ValueError(
+                "continue_final_message and add_generation_prompt are given; expected one of them"
+            )
         given: dict[str, Any] = {"chat_template": chat_template, "tokenize": tokenize, **variables}
-        given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        given |= {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         if conversation and all(isinstance(each, list | tuple) for each in conversation):
-            return [self.apply_chat_template(prepare(each), tools, documents, **given) for each in conversation]
+            return [
+                self.apply_chat_template(prepare(each), tools, documents, **given) for each in conversation
+            ]
         if tools is not None:
             tools = [tool if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
         messages = prepare(conversation)
@@ -295,7 +319,11 @@ def check_same(theirs: Tokenizer, ours: Tokenizer) -> None:
     differing = [name for name, digest in theirs.parts().items() if parts[name] != digest]
     if not differing:
         return
-    what = f"its {differing[0]} are not the same" if differing[0].endswith("s") else f"its {differing[0]} is another"
+    what = (
+        f"its {differing[0]} are not the same"
+        if differing[0].endswith("s")
+        else f"its {differing[0]} is another"
+    )
     if differing[0] == "vocabulary":
         what = _first_token(theirs.get_vocab(), ours.get_vocab())
     raise ModelError(f"the draft model's tokenizer differs: {what}")

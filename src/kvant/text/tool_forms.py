@@ -77,8 +77,11 @@ class QwenCoder(ToolFormat):
 
 # A value may have the marks in it, where they are not followed by what follows a value.
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)\s*>(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL)
-_FUNCTION_BEGUN = re.compile(r"<function=[^<>\s]{1,256}\s*>\s*")  # looked for at each token: no name is longer
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL
+)
+# looked for at each token: no name is longer
+_FUNCTION_BEGUN = re.compile(r"<function=[^<>\s]{1,256}\s*>\s*")
 _CODER_BEGINS = ("<tool_call>", "<function=")  # of another call
 
 
@@ -126,7 +129,11 @@ def _ends_with_value(text: str, start: int, end: int) -> bool:
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     """A parameter's value of its text, as its schema has it: the form does not tell 1 from "1"."""
     listed = schema.get("properties")
-    part = listed.get(name) if isinstance(listed, Mapping) and name in listed else schema.get("additionalProperties")
+    part = (
+        listed.get(name)
+        if isinstance(listed, Mapping) and name in listed
+        else schema.get("additionalProperties")
+    )
     read = _read(text)
     types = _types(part, schema, (text, read))
     kinds = {TYPES[type(read)]}
@@ -143,7 +150,9 @@ TYPES[type(None)] = "null"
 
 
 def _types(part: Any, root: Mapping[str, Any], values: tuple[Any, ...]) -> set[str]:
-    """The JSON types that a schema names, of itself or of its alternatives; none: any. Of an enum, those of values."""
+    """The JSON types that a schema names, of itself or of its alternatives; none: any. Of an enum, those
+    of values.
+    """
     found: set[str] = set()
     seen: set[int] = set()  # parts by their ids: they may refer to themselves
     left = [part]
@@ -168,7 +177,9 @@ def _list(value: Any) -> list[Any]:
 
 
 def _read(text: str) -> Any:
-    """A value as JSON, or as Python writes it: the template of Qwen3-Coder writes lists so. Else it is a string."""
+    """A value as JSON, or as Python writes it: the template of Qwen3-Coder writes lists so. Else it is a
+    string.
+    """
     for form in (text, _PYTHON.sub(_as_json, text)):
         try:
             read = load_json(form)
@@ -199,7 +210,9 @@ class Mistral(JsonForm):
 
     def __init__(self, space: str = " ") -> None:
         """``space``: what stands after the mark."""
-        self.writing = Writing('{"name": "', '", "arguments": ', "}", ", ", begin=f"[TOOL_CALLS]{space}[", end="]")
+        self.writing = Writing(
+            '{"name": "', '", "arguments": ', "}", ", ", begin=f"[TOOL_CALLS]{space}[", end="]"
+        )
 
     def call_id(self, given: str, name: str, number: int) -> str:
         """Nine letters and digits; of another id always the same ones."""
@@ -306,7 +319,9 @@ class _MarkedReader(Reader):
 
 
 class Glm(_Marked):
-    """Of GLM 4.5 to 4.7: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``."""
+    """Of GLM 4.5 to 4.7:
+    ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``.
+    """
 
     name = "glm"
     starts = ("<tool_call>",)
@@ -317,7 +332,9 @@ class Glm(_Marked):
 
 
 class MiniMax(_Marked):
-    """Of MiniMax M2: ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`` between marks."""
+    """Of MiniMax M2: ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`` between
+    marks.
+    """
 
     name = "minimax"
     starts = ("<minimax:tool_call>",)
@@ -356,7 +373,8 @@ class Kimi(_Marked):
     end = "<|tool_calls_section_end|>"
     call_end = "<|tool_call_end|>"
     call = re.compile(
-        r"<\|tool_call_begin\|>\s*(?:functions\.)?([^\s<>]+):\d+\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL
+        r"<\|tool_call_begin\|>\s*(?:functions\.)?([^\s<>]+):\d+\s*<\|tool_call_argument_begin\|>(.*)",
+        re.DOTALL,
     )
 
     def call_id(self, given: str, name: str, number: int) -> str:
@@ -427,7 +445,10 @@ FORMS: tuple[ToolFormat, ...] = (
 )
 PROBE = "kvant_probe"
 PROBE_SCHEMA = {"type": "object", "properties": {"value": {"type": "string"}}, "required": ["value"]}
-PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": "A probe.", "parameters": PROBE_SCHEMA}}
+PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": PROBE, "description": "A probe.", "parameters": PROBE_SCHEMA},
+}
 PROBE_ARGUMENTS = {"value": "x"}
 
 
@@ -447,21 +468,27 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
         return None
     if PROBE not in prompt:
         return None
-    for as_text, call_id in product((False, True), ("abcdefghi", f"functions.{PROBE}:0")):  # Mistral's, and Kimi's
+    # Mistral's, and Kimi's
+    for as_text, call_id in product((False, True), ("abcdefghi", f"functions.{PROBE}:0")):
         function = {"name": PROBE, "arguments": to_json(PROBE_ARGUMENTS) if as_text else PROBE_ARGUMENTS}
         call = {"id": call_id, "type": "function", "function": function}
         with suppress(PromptError):
             called = rendered([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-            if found := _form_of(tokenizer, prompt, called, [form for form in FORMS if form.text_arguments is as_text]):
+            if found := _form_of(
+                tokenizer, prompt, called, [form for form in FORMS if form.text_arguments is as_text]
+            ):
                 return found
     return None
 
 
-def _form_of(tokenizer: Tokenizer, prompt: str, called: str, forms: Sequence[ToolFormat]) -> ToolFormat | None:
+def _form_of(
+    tokenizer: Tokenizer, prompt: str, called: str, forms: Sequence[ToolFormat]
+) -> ToolFormat | None:
     """The form of the call that a template wrote behind a prompt."""
     same = next((n for n, (a, b) in enumerate(zip(prompt, called, strict=False)) if a != b), len(prompt))
     mark = max(prompt.rfind("<", 0, same), prompt.rfind("[", 0, same))
-    if mark >= 0 and not {">", "]"} & {*prompt[mark:same]}:  # <think> of the prompt and <tool_call> begin alike
+    # <think> of the prompt and <tool_call> begin alike
+    if mark >= 0 and not {">", "]"} & {*prompt[mark:same]}:
         same = mark
     written = called[same:]
     for form in forms:

@@ -67,7 +67,8 @@ def limit(what: int, value: int) -> None:
 
 def main(memory_limit: int) -> None:
     """Serve standard input."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends it; whoever started this may ignore or block the signal
+    # which ends it; whoever started this may ignore or block the signal
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a library that prints does not answer

@@ -21,7 +21,9 @@ STYLE = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes
 def check_plot_path(path: Path) -> None:
     """Find out before a long run that its plot can be written."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ValueError(f"the plot is to be {path.name}; expected a name that ends in {' or '.join(SUFFIXES)}")
+        raise ValueError(
+            f"the plot is to be {path.name}; expected a name that ends in {' or '.join(SUFFIXES)}"
+        )
     if not path.parent.is_dir():
         raise ValueError(f"the plot is to be {path}; its folder does not exist")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -32,7 +34,9 @@ def check_plot_path(path: Path) -> None:
 
 @contextmanager
 def drawing(path: Path, width: float, caption: str) -> Iterator["Figure"]:
-    """A figure, ``width`` inches wide, for a path that was checked. Equal data give the same SVG, byte for byte."""
+    """A figure, ``width`` inches wide, for a path that was checked. Equal data give the same SVG, byte for
+    byte.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 

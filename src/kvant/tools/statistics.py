@@ -32,7 +32,9 @@ def percentile(values: Iterable[float], percent: float) -> float:
 
 
 def median_ms(work: Callable[[], object], repeats: int) -> float:
-    """Milliseconds of a call, the median of ``repeats`` after the first, which fills caches and wakes threads."""
+    """Milliseconds of a call, the median of ``repeats`` after the first, which fills caches and wakes
+    threads.
+    """
     times = []
     for _ in range(1 + repeats):
         started = time.perf_counter()
@@ -51,8 +53,8 @@ def drift(values: Sequence[float]) -> tuple[float, float] | None:
     """Whether values move on over the rounds, as those of a machine that becomes hot; None of fewer than 4.
 
     Returns:
-        the median of the second half divided by the first's, and how likely an order with so many pairs that rise, or
-        that fall, is by chance: Mann's test (Econometrica 13, 1945), two-sided, exact.
+        the median of the second half divided by the first's, and how likely an order with so many pairs that
+        rise, or that fall, is by chance: Mann's test (Econometrica 13, 1945), two-sided, exact.
     """
     n = len(values)
     if n < 4:

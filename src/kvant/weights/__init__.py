@@ -1,8 +1,9 @@
 """Models by name or repository: known, pulled from the hub, verified.
 
-weights.toml names models, each pinned to a commit with sizes and digests. Any other repository of the hub is pinned to
-the commit it resolves to when it is first pulled, its digests recorded in a lock in the user's cache. The files lie in
-huggingface_hub's own cache, shared with mlx-lm; nothing is loaded from there that was not verified.
+weights.toml names models, each pinned to a commit with sizes and digests. Any other repository of the hub is
+pinned to the commit it resolves to when it is first pulled, its digests recorded in a lock in the user's
+cache. The files lie in huggingface_hub's own cache, shared with mlx-lm; nothing is loaded from there that was
+not verified.
 """
 
 from kvant.weights.known import known_models
@@ -10,4 +11,14 @@ from kvant.weights.local import Pulled, find, pulled, removal, verify
 from kvant.weights.pull import pull, remote_facts
 from kvant.weights.reference import parse_reference
 
-__all__ = ["Pulled", "find", "known_models", "parse_reference", "pull", "pulled", "remote_facts", "removal", "verify"]
+__all__ = [
+    "Pulled",
+    "find",
+    "known_models",
+    "parse_reference",
+    "pull",
+    "pulled",
+    "remote_facts",
+    "removal",
+    "verify",
+]

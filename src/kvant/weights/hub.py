@@ -158,7 +158,9 @@ def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listi
         else:  # its blob is a pointer, whose id says nothing of the content
             files[name] = Listed(entry.size, sha256=_digits(what, "sha256", entry.lfs.sha256, 64))
     if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
-        raise WeightsError(f"{repository}: no config.json and safetensors at {commit}; kvant reads nothing else")
+        raise WeightsError(
+            f"{repository}: no config.json and safetensors at {commit}; kvant reads nothing else"
+        )
     return Listing(commit, dict(sorted(files.items())))
 
 
@@ -195,8 +197,8 @@ def _fetch(part: Path, name: str, size: int, url: str, found: "HfFileMetadata") 
             options |= {"desc": name, "file": sys.__stderr__}
             super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
 
-    # Xet's client compares the size only at the end, however much was sent. So only Hugging Face's hub is trusted
-    # with it.
+    # Xet's client compares the size only at the end, however much was sent. So only Hugging Face's hub is
+    # trusted with it.
     xet = found.xet_file_data
     if xet is not None and is_xet_available() and constants().ENDPOINT == HUGGING_FACE:
         login = build_hf_headers(library_name="kvant")
@@ -208,7 +210,9 @@ def _fetch(part: Path, name: str, size: int, url: str, found: "HfFileMetadata") 
 
 
 def _received(file: BinaryIO, size: int, url: str) -> Iterator[int]:
-    """Write ``size`` bytes and no more to an empty file; yield how many it has. After a broken connection, go on."""
+    """Write ``size`` bytes and no more to an empty file; yield how many it has. After a broken connection,
+    go on.
+    """
     import httpx2
 
     failures = 0
@@ -251,8 +255,8 @@ def _get(url: str, start: int = 0) -> Iterator["Response"]:
     for _ in range(MAX_REDIRECTS):
         token = None if urlsplit(url)[:2] in trusted else False
         login = build_hf_headers(token=token, library_name="kvant")
-        # httpx2 would read the whole body of a redirect, and huggingface_hub that of a refusal. So redirects are
-        # followed here, and a response without a body is given to hf_raise_for_status.
+        # httpx2 would read the whole body of a redirect, and huggingface_hub that of a refusal. So redirects
+        # are followed here, and a response without a body is given to hf_raise_for_status.
         with get_session().stream(
             "GET", url, headers=headers | login, timeout=timeout, follow_redirects=False
         ) as response:
@@ -297,5 +301,7 @@ def _explained(error: BaseException, what: str, revision: str) -> WeightsError:
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return WeightsError(f"{what}: no space for it in {cache_folder()}: {error.strerror}")
     if type(error).__module__.split(".")[0] in ("httpx2", "httpcore2"):
-        return UnreachableError(f"{what} is not here, and {constants().ENDPOINT} cannot be reached: {one_line(error)}")
+        return UnreachableError(
+            f"{what} is not here, and {constants().ENDPOINT} cannot be reached: {one_line(error)}"
+        )
     return WeightsError(f"{what}: cannot be pulled: {one_line(error)}")

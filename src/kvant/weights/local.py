@@ -30,7 +30,8 @@ class Pulled:
     """A commit that was pulled.
 
     Attributes:
-        references: names that load it: its name in weights.toml, or the repository with the revisions pinned to it.
+        references: names that load it: its name in weights.toml, or the repository with the revisions pinned
+            to it.
         problem: None, or why it cannot be loaded as it is; sizes and times are compared, nothing is hashed.
     """
 
@@ -48,7 +49,8 @@ class Removal:
 
     Attributes:
         references: names under which the model is loaded; all of them go.
-        bytes: that will be free: files that another commit or another repository needs stay, and do not count.
+        bytes: that will be free: files that another commit or another repository needs stay, and do not
+            count.
     """
 
     references: tuple[str, ...]
@@ -58,7 +60,9 @@ class Removal:
     _strategy: Any  # huggingface_hub's plan of files that nothing else needs; None: no file is left
 
     def run(self) -> None:
-        """Remove it. The record goes first: what is left of a removal that is cut short is loaded by nobody."""
+        """Remove it. The record goes first: what is left of a removal that is cut short is loaded by
+        nobody.
+        """
         with locked(self.repository):
             lock = read_lock(self.repository)
             lock.snapshots.pop(self.commit, None)
@@ -90,8 +94,14 @@ def find(text: str, revision: str | None = None) -> Path:
 
 
 def verify(text: str | None = None, progress: Callable[[str], None] = print) -> list[str | None]:
-    """Compute the digests of a model's files, or (None) of all that was pulled: what is wrong with each, or None."""
-    commits = [(lock, commit) for lock in read_locks() for commit in lock.snapshots] if text is None else [_find(text)]
+    """Compute the digests of a model's files, or (None) of all that was pulled: what is wrong with each,
+    or None.
+    """
+    commits = (
+        [(lock, commit) for lock in read_locks() for commit in lock.snapshots]
+        if text is None
+        else [_find(text)]
+    )
     problems = []
     for lock, commit in commits:
         folder = snapshot_folder(lock.repository, commit)
@@ -126,7 +136,9 @@ def removal(text: str) -> Removal:
     lock = read_lock(reference.repository)
     commit = pinned_commit(reference, lock)
     if commit is None or commit not in lock.snapshots:
-        raise WeightsError(f"{reference} was not pulled by kvant; nothing to remove (`kvant models` lists what was)")
+        raise WeightsError(
+            f"{reference} was not pulled by kvant; nothing to remove (`kvant models` lists what was)"
+        )
     strategy, size = None, 0
     if snapshot_folder(reference.repository, commit).is_dir():
         from huggingface_hub import scan_cache_dir
@@ -173,7 +185,11 @@ def _find(text: str, revision: str | None = None) -> tuple[Lock, str]:
     reference = parse_reference(text, revision)
     lock = read_lock(reference.repository)
     commit = pinned_commit(reference, lock)
-    if commit is None or commit not in lock.snapshots or not snapshot_folder(reference.repository, commit).is_dir():
+    if (
+        commit is None
+        or commit not in lock.snapshots
+        or not snapshot_folder(reference.repository, commit).is_dir()
+    ):
         raise WeightsError(f"{reference} is not here; `kvant pull {reference}` fetches it")
     return lock, commit
 

@@ -1,7 +1,7 @@
 """The record of pulled and verified files: one JSON file a repository, in the user's cache.
 
-A commit without an entry is not loaded. So a pull that was cut short, or that brought wrong files, leaves nothing that
-could be loaded.
+A commit without an entry is not loaded. So a pull that was cut short, or that brought wrong files, leaves
+nothing that could be loaded.
 """
 
 import errno
@@ -45,9 +45,13 @@ def read_lock(repository: str) -> Lock:
     except FileNotFoundError:
         return Lock(repository)
     except OSError as error:
-        raise WeightsError(f"{path}: the record of what was pulled cannot be read: {error.strerror}") from error
+        raise WeightsError(
+            f"{path}: the record of what was pulled cannot be read: {error.strerror}"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{path}: not a lock that kvant wrote; remove it and pull {repository} again") from error
+        raise WeightsError(
+            f"{path}: not a lock that kvant wrote; remove it and pull {repository} again"
+        ) from error
     if lock.repository != repository:  # on a disk that does not tell capital letters from small ones
         raise WeightsError(f"{path}: the lock of {lock.repository!r}; expected {repository!r}")
     return lock
@@ -82,7 +86,9 @@ def check_writable() -> None:
 
 
 def write_lock(lock: Lock) -> None:
-    """Record it, at once: another process finds the old record or the new one; none if nothing is left in it."""
+    """Record it, at once: another process finds the old record or the new one; none if nothing is left in
+    it.
+    """
     path = _path(lock.repository)
     if not lock.snapshots:
         path.unlink(missing_ok=True)
@@ -104,14 +110,21 @@ def _parse(record: Mapping[str, Any]) -> Lock:
     """The lock, with all names checked: each becomes part of a path."""
     repository, pins, snapshots = record["repository"], record["pins"], record["snapshots"]
     commits = [*pins.values(), *snapshots]
-    if record["format"] != FORMAT or not REPOSITORY.fullmatch(repository) or not all(map(COMMIT.fullmatch, commits)):
+    if (
+        record["format"] != FORMAT
+        or not REPOSITORY.fullmatch(repository)
+        or not all(map(COMMIT.fullmatch, commits))
+    ):
         raise ValueError("of another format")
     if not all(pin == DEFAULT_BRANCH or is_revision(pin) for pin in pins):
         raise ValueError("not a revision")
     return Lock(
         repository,
         dict(pins),
-        {commit: {name: _verified(name, file) for name, file in files.items()} for commit, files in snapshots.items()},
+        {
+            commit: {name: _verified(name, file) for name, file in files.items()}
+            for commit, files in snapshots.items()
+        },
     )
 
 

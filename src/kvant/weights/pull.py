@@ -29,8 +29,8 @@ def print_line(line: str) -> None:
 def pull(text: str, *, update: bool = False, progress: Say = print_line) -> Path:
     """Download a model, verify every file, record it. A file that is here already is not fetched again.
 
-    A branch or tag is pinned to its commit. After it moved, another pull keeps the pin and reports the change, unless
-    ``update`` is set.
+    A branch or tag is pinned to its commit. After it moved, another pull keeps the pin and reports the
+    change, unless ``update`` is set.
 
     Args:
         text: a known name, owner/repository or owner/repository@revision.
@@ -42,7 +42,9 @@ def pull(text: str, *, update: bool = False, progress: Say = print_line) -> Path
     """
     reference = parse_reference(text)
     if update and reference.commit is not None:
-        raise ValueError(f"{reference} is pinned to commit {reference.commit}; only a branch or a tag can be updated")
+        raise ValueError(
+            f"{reference} is pinned to commit {reference.commit}; only a branch or a tag can be updated"
+        )
     lock = read_lock(reference.repository)
     pinned = pinned_commit(reference, lock)
     listing = None
@@ -138,7 +140,9 @@ def _check_listing(repository: str, listing: Listing, lock: Lock) -> None:
         stated |= {name} if known.sha256 else set()
     for name, listed in listing.files.items():
         if not (listed.sha256 or listed.git_blob or name in stated):
-            raise WeightsError(f"{repository}: the hub states no digest of {name}; nothing else could tell what came")
+            raise WeightsError(
+                f"{repository}: the hub states no digest of {name}; nothing else could tell what came"
+            )
 
 
 def _refuse_without_space(reference: Reference, listing: Listing, missing: Iterable[str]) -> None:
@@ -149,7 +153,9 @@ def _refuse_without_space(reference: Reference, listing: Listing, missing: Itera
     place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise WeightsError(f"{reference} needs {format_bytes(needed)} in {place}; {format_bytes(free)} are free")
+        raise WeightsError(
+            f"{reference} needs {format_bytes(needed)} in {place}; {format_bytes(free)} are free"
+        )
 
 
 def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: Path) -> Verified:

@@ -22,7 +22,8 @@ class Reference:
     Attributes:
         name: its name in weights.toml, or None.
         repository: owner/repository.
-        revision: a commit, branch or tag; a listed model's commit where none was given; None: the default branch.
+        revision: a commit, branch or tag; a listed model's commit where none was given; None: the default
+            branch.
     """
 
     name: str | None

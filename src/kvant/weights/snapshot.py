@@ -18,7 +18,8 @@ NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
 SECOND_COPY = "consolidated"  # Mistral's own format, all the weights again
 TEMPLATES = "additional_chat_templates"  # the one subfolder that a tokenizer's loader reads; it is not pulled
 CHUNK_BYTES = 1 << 20
-SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")  # huggingface_hub fails on its import where one is odd
+# huggingface_hub fails on its import where one is odd
+SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
 MAX_SECONDS = 86_400
 
 
@@ -46,8 +47,11 @@ def constants() -> ModuleType:
     for name in SECONDS:
         text = os.environ.get(name)
         if text is not None and not _is_seconds(text):
-            raise WeightsError(f"{name} is {text[:80]!r}; expected a whole number of seconds, at most {MAX_SECONDS}")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # it would ask what else runs here, and tell the hub
+            raise WeightsError(
+                f"{name} is {text[:80]!r}; expected a whole number of seconds, at most {MAX_SECONDS}"
+            )
+    # it would ask what else runs here, and tell the hub
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import constants as found
 
     return found
@@ -61,7 +65,8 @@ def _is_seconds(text: str) -> bool:
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a repository's file is pulled: weights as safetensors, JSON, tokenizers and templates, all at its top.
+    """Whether a repository's file is pulled: weights as safetensors, JSON, tokenizers and templates, all at
+    its top.
 
     Never a pickle or Python: nothing of a model folder is executed.
     """
@@ -134,4 +139,6 @@ def refuse_others(folder: Path, names: Iterable[str]) -> None:
         if name.startswith("._"):  # what macOS puts beside a file on a disk that cannot hold its attributes
             continue
         if is_wanted(name.lower()) or name.lower() == TEMPLATES:  # on some disks capital letters do not count
-            raise WeightsError(f"{folder / name}: not among the files that were pulled and verified; remove it")
+            raise WeightsError(
+                f"{folder / name}: not among the files that were pulled and verified; remove it"
+            )

@@ -12,7 +12,12 @@ def test_a_line_is_a_command_or_a_question() -> None:
     assert len(BY_NAME) == sum(len(command.names) for command in COMMANDS)
     for line in ("Hello", "/etc/hosts is what?", "/etc/hosts", "/usr is full", "//help"):
         assert find(line) is None
-    for line, name in (("/help", "/help"), ("/?", "/help"), ("/bye", "/exit"), ("/system Be.\nVery.", "/system")):
+    for line, name in (
+        ("/help", "/help"),
+        ("/?", "/help"),
+        ("/bye", "/exit"),
+        ("/system Be.\nVery.", "/system"),
+    ):
         found = find(line)
         assert found.names[0] == name
     for line, near in (
@@ -40,12 +45,25 @@ def test_help_names_every_command() -> None:
 
 
 def test_options_are_set_shown_and_taken_back() -> None:
-    lines = ["Hello!", "/set max_tokens 3", "/retry", "/set max-tokens default", "/set temp 1.5", "/set seed 4", "/set"]
+    lines = [
+        "Hello!",
+        "/set max_tokens 3",
+        "/retry",
+        "/set max-tokens default",
+        "/set temp 1.5",
+        "/set seed 4",
+        "/set",
+    ]
     out, said = _said(*lines, "/set x")
     first, second = (line.split() for line in out.splitlines())
     assert len(second) < len(first)
     shown = {line.split()[0]: line.split()[1] for line in said if re.match(r"[a-z_]+  +", line)}
-    assert (shown["max_tokens"], shown["temp"], shown["seed"], shown["top_p"]) == ("256", "1.5", "4", "default")
+    assert (shown["max_tokens"], shown["temp"], shown["seed"], shown["top_p"]) == (
+        "256",
+        "1.5",
+        "4",
+        "default",
+    )
     assert any(line.startswith("sampling: temperature 1.5") and "seed 4" in line for line in said)
     assert said[-1] == "error: /set x is no option; /set lists them"
 
@@ -78,7 +96,9 @@ def test_without_a_seed_a_retry_differs_and_with_one_the_conversation_is_the_sam
 
 
 def test_the_system_prompt_is_set_shown_and_removed() -> None:
-    out, said = _said("Hello!", "/reset", "/system Talk about foxes.", "/system", "Hello!", '/system ""', "/system")
+    out, said = _said(
+        "Hello!", "/reset", "/system Talk about foxes.", "/system", "Hello!", '/system ""', "/system"
+    )
     assert any(line == "system prompt: Talk about foxes." for line in said)
     assert said[-1] == "there is no system prompt"
     assert len(out.splitlines()) == 2
@@ -114,7 +134,9 @@ def test_a_conversation_is_saved_and_goes_on(tmp_path: Path) -> None:
     notes.write_text("mine")
     out, said = _said("/save x", "Hello!", f"/save {path}", f"/save {path}", f"/save {notes}", "Thank you!")
     assert said[0] == "there is nothing to save"
-    assert re.fullmatch(rf"saved 2 messages, \d+ tokens in the cache to {re.escape(str(path))} \([\d.]+ kB\)", said[2])
+    assert re.fullmatch(
+        rf"saved 2 messages, \d+ tokens in the cache to {re.escape(str(path))} \([\d.]+ kB\)", said[2]
+    )
     assert said[3] == said[2]
     assert said[4].startswith(f"error: {notes} is there already, and no conversation: ")
     assert notes.read_text() == "mine"

@@ -186,17 +186,24 @@ def test_thinking_is_dim_and_not_in_the_history(pocket_folder: Path, tmp_path: P
     folder = Path(shutil.copytree(pocket_folder, tmp_path / "thinker"))
     path = folder / "tokenizer.json"
     raw = json.loads(path.read_text())
-    for old, mark in ((".", "</think>"), (next(t for t, n in raw["model"]["vocab"].items() if n == 1200), "<think>")):
+    for old, mark in (
+        (".", "</think>"),
+        (next(t for t, n in raw["model"]["vocab"].items() if n == 1200), "<think>"),
+    ):
         raw["model"]["merges"] = [pair for pair in raw["model"]["merges"] if old not in "".join(pair)]
         number = raw["model"]["vocab"].pop(old)
         raw["model"]["vocab"][mark] = number
-        raw["added_tokens"].append({**raw["added_tokens"][0], "id": number, "content": mark, "special": False})
+        raw["added_tokens"].append(
+            {**raw["added_tokens"][0], "id": number, "content": mark, "special": False}
+        )
     path.write_text(json.dumps(raw))
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     settings["chat_template"] += "{% if add_generation_prompt %}<think>\n{% endif %}"
     path.write_text(json.dumps(settings))
-    with Chat("chat", "--model", str(folder), *FLAGS, HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as chat:
+    with Chat(
+        "chat", "--model", str(folder), *FLAGS, HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path)
+    ) as chat:
         chat.wait(lambda: ">" in chat.lines)
         chat.press(f"{QUESTION}\r")
         chat.wait_for("cut at max_tokens")

@@ -1,4 +1,6 @@
-"""An answer on a terminal while it streams: what the screen and its history hold in the end, and what is written."""
+"""An answer on a terminal while it streams: what the screen and its history hold in the end, and what is
+written.
+"""
 
 import io
 import re
@@ -100,7 +102,9 @@ def test_plain_text_has_whole_words_and_its_lines(size: int) -> None:
     words = "  Two spaces, # no *heading*,\nand more words than a line of\nthirty columns has."
     window = _Window(30, 6)
     _show(window, f"  {' '.join(words.split())}\n\n\n- x\n{'long' * 20}\n", size, markdown=False)
-    assert window.text == f"{words}\n\n\n- x\n" + "".join(f"{('long' * 20)[at : at + 29]}\n" for at in (0, 29, 58))
+    assert window.text == f"{words}\n\n\n- x\n" + "".join(
+        f"{('long' * 20)[at : at + 29]}\n" for at in (0, 29, 58)
+    )
 
 
 @pytest.mark.parametrize(("at", "columns"), [(30, 25), (300, 70), (500, 25), (900, 70)])
@@ -189,11 +193,43 @@ def test_no_text_controls_the_terminal(text: str, markdown: bool) -> None:
 
 
 def test_what_a_parser_lets_through_is_escaped_too() -> None:
-    assert Renderer(_Window(30, 5)).lines(Text("a\x1b[2Jb\x9b", "bold"), 20) == ["\x1b[1ma\\x1b[2Jb\\x9b\x1b[0m"]
+    assert Renderer(_Window(30, 5)).lines(Text("a\x1b[2Jb\x9b", "bold"), 20) == [
+        "\x1b[1ma\\x1b[2Jb\\x9b\x1b[0m"
+    ]
 
 
-MARKS = ["# ", "\n", "\n\n", "- ", "1. ", "> ", "```", "\n```\n", "~~~", "|", "\n|---|---|\n", "    ", "---\n", "===\n"]
-MARKS += ["**", "*", "`", "[a](b)", "![c](d)", "<p>", "&amp;", "\\", "word ", "\t", "\x1b[2J", "\r", "狐", "🦊"]
+MARKS = [
+    "# ",
+    "\n",
+    "\n\n",
+    "- ",
+    "1. ",
+    "> ",
+    "```",
+    "\n```\n",
+    "~~~",
+    "|",
+    "\n|---|---|\n",
+    "    ",
+    "---\n",
+    "===\n",
+]
+MARKS += [
+    "**",
+    "*",
+    "`",
+    "[a](b)",
+    "![c](d)",
+    "<p>",
+    "&amp;",
+    "\\",
+    "word ",
+    "\t",
+    "\x1b[2J",
+    "\r",
+    "狐",
+    "🦊",
+]
 TEXTS = st.lists(st.sampled_from([*MARKS, "- [ ] "]) | st.text(max_size=8), max_size=40)
 
 

@@ -1,4 +1,5 @@
-"""Which path attention takes, and that both give the same: on a machine whose GPU is stubs or the host's Metal run.
+"""Which path attention takes, and that both give the same: on a machine whose GPU is stubs or the host's
+Metal run.
 
 The kernel's own numbers are held against the oracle elsewhere. Nothing here runs on a GPU.
 """
@@ -63,8 +64,12 @@ def test_a_word_wins_over_the_device(checked_gpu: None, monkeypatch: pytest.Monk
 # ---- PMX's operator --------------------------------------------------------------------------------------------------
 
 
-def pmx_call(bits: int, kernels: str | None, *, S: int = 2, layout: int = 1, layers: int = 1, **changes: Any) -> Call:
-    """Two sequences of 37 cached tokens in a cache for three, poisoned elsewhere. Products are rounded to float32."""
+def pmx_call(
+    bits: int, kernels: str | None, *, S: int = 2, layout: int = 1, layers: int = 1, **changes: Any
+) -> Call:
+    """Two sequences of 37 cached tokens in a cache for three, poisoned elsewhere. Products are rounded to
+    float32.
+    """
     case = plain_case(bits, 37, S, batch=2, max_rows=(3, 50), head_dim=64, ratio=3, **changes)
     spec = case.spec._replace(quant_group=16, num_layer=layers, cache_layout=layout)
     call = Call(replace(case, spec=spec))
@@ -73,8 +78,12 @@ def pmx_call(bits: int, kernels: str | None, *, S: int = 2, layout: int = 1, lay
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("changes", [{}, {"is_alibi": True}, {"mask": "float", "mask_rank": 4, "mask_padding": 7}])
-def test_the_operator_is_the_oracle_s_either_way(launches: list[Any], bits: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"is_alibi": True}, {"mask": "float", "mask_rank": 4, "mask_padding": 7}]
+)
+def test_the_operator_is_the_oracle_s_either_way(
+    launches: list[Any], bits: int, changes: dict[str, Any]
+) -> None:
     for kernels in ("unfused", "fused", None):
         call = pmx_call(bits, kernels, **changes)
         result = call.run()
@@ -132,7 +141,9 @@ def test_generation_is_the_same_either_way(
 
 
 def test_the_kernel_is_given_the_cache_itself(launches: list[Any]) -> None:
-    """A slice or a view that outlived a step would make MLX copy the whole buffer; small constants are made once."""
+    """A slice or a view that outlived a step would make MLX copy the whole buffer; small constants are
+    made once.
+    """
     cache = QuantizedKVCache(64, 2, 64)
     seen = []
     for _ in range(3):

@@ -1,6 +1,8 @@
-"""The fused kernel, run on the host, against the float64 oracle over its whole parameter space; and the append.
+"""The fused kernel, run on the host, against the float64 oracle over its whole parameter space; and the
+append.
 
-Every access is checked while it runs: tokens past the offset are poison and must not be touched (docs/kernels.md).
+Every access is checked while it runs: tokens past the offset are poison and must not be touched
+(docs/kernels.md).
 """
 
 from dataclasses import replace
@@ -10,7 +12,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from support.counts import count
-from support.kernel_cases import FORMATS, OPTIONS, KernelCase, check, check_append, draw, expected, instances, run, runs
+from support.kernel_cases import (
+    FORMATS,
+    OPTIONS,
+    KernelCase,
+    check,
+    check_append,
+    draw,
+    expected,
+    instances,
+    run,
+    runs,
+)
 from support.metal_host import host_pytest_skip
 from support.metal_host.run import compiled
 from support.operator_cases import FLOATS, check_output, to_mx
@@ -18,7 +31,13 @@ from support.oracle import Array, Spec
 from support.pmx_cases import draw_values
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.kernels.attend import BIAS_WEIGHTS, HEAD_DIMS, QUERIES, threadgroup_shape, unsupported_reason
+from kvant.operators.kernels.attend import (
+    BIAS_WEIGHTS,
+    HEAD_DIMS,
+    QUERIES,
+    threadgroup_shape,
+    unsupported_reason,
+)
 from kvant.operators.quantization import FITTED_BITS
 
 pytestmark = host_pytest_skip
@@ -41,7 +60,9 @@ def test_the_cases_cover_what_they_say() -> None:
     cases = [case for instance in GATE for case in runs(instance)]
     assert {(*case.bits, case.quant_group) for case in cases} == set(OPTIONS["format"])
     assert {(case.head_dim, case.values) for case in cases} == set(OPTIONS["widths"])
-    assert {(case.layout, case.window is None) for case in cases} == set(product(("rows", "pages"), (False, True)))
+    assert {(case.layout, case.window is None) for case in cases} == set(
+        product(("rows", "pages"), (False, True))
+    )
     assert {len(set(case.offsets)) for case in cases} >= {1, 2, 3}, "lengths in a batch"
     assert {min(case.offset, 2) for case in cases} == {0, 1, 2}
     assert {case.shape[1] for case in cases} >= {1, 2, 3, 4, 8}, "query groups"
@@ -53,7 +74,9 @@ def test_the_cases_cover_what_they_say() -> None:
 CASES = {
     # Without stand-ins: up to 17 splits of 64 rows, of a cache of 1,031 that fills.
     **{
-        f"{num_keys} keys": KernelCase(offset=num_keys - 1, max_tokens=1031, num_kv_heads=1, ratio=1, splits=None)
+        f"{num_keys} keys": KernelCase(
+            offset=num_keys - 1, max_tokens=1031, num_kv_heads=1, ratio=1, splits=None
+        )
         for num_keys in (1, 255, 256, 257, 1030)
     },
     # 71 queries of one kv head, as Falcon has them: more than a threadgroup takes.
@@ -71,7 +94,8 @@ def test_any_number_of_rows_and_heads(name: str) -> None:
 
 def test_a_threadgroup_fits_metal() -> None:
     """All queries have a place; at most 256 threads; at most 32 KiB of bias weights and partial sums."""
-    assert all(threadgroup_shape(71, 20, backend, 64)[0] > 1 for backend in QUERIES)  # or CASES' tiles would be one
+    # or CASES' tiles would be one
+    assert all(threadgroup_shape(71, 20, backend, 64)[0] > 1 for backend in QUERIES)
     for queries, D, (backend, most) in product(range(1, 130), HEAD_DIMS, QUERIES.items()):
         for pairs in (0, 1, 13, D // 4, 3 * D // 8, D // 2):
             query_tiles, query_groups, simdgroups, each = threadgroup_shape(queries, pairs, backend, D)
@@ -91,10 +115,18 @@ def test_a_threadgroup_fits_metal() -> None:
 def test_a_nan_that_counts_for_one_query_alone(side: int, mask: str) -> None:
     """A query is NaN where the unfused operator's is, which takes the two behind 8 others.
 
-    A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value: 0 times NaN is NaN.
+    A key that is not seen yet does no harm. One that a mask leaves out does, and so does a value: 0 times NaN
+    is NaN.
     """
     case = KernelCase(
-        ratio=1, num_kv_heads=1, offset=13, max_tokens=17, new_tokens=2, quant_bit=0, cache_dtype="float32", mask=mask
+        ratio=1,
+        num_kv_heads=1,
+        offset=13,
+        max_tokens=17,
+        new_tokens=2,
+        quant_bit=0,
+        cache_dtype="float32",
+        mask=mask,
     )
     drawn = draw(case)
     if drawn.mask is not None:
@@ -168,7 +200,9 @@ def test_what_is_refused(
 
 def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:
     """Bitwise: alone, and beside a sequence that is longer."""
-    case = KernelCase(batch=2, offset=300, shorter=200, max_tokens=400, ratio=2, layout="pages", pairs=3, sinks=True)
+    case = KernelCase(
+        batch=2, offset=300, shorter=200, max_tokens=400, ratio=2, layout="pages", pairs=3, sinks=True
+    )
     drawn = draw(case)
     assert drawn.pages is not None
     both = run(case, drawn)
@@ -181,8 +215,12 @@ def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("layout", ["rows", "pages"])
 @pytest.mark.parametrize("window", [None, 150])
 def test_numbers_do_not_depend_on_whether_the_rows_are_known(layout: str, window: int | None) -> None:
-    """Bitwise: a caller that knows the longest sequence's rows starts fewer threadgroups, for the same splits."""
-    case = KernelCase(batch=2, offset=300, shorter=200, max_tokens=1500, layout=layout, window=window, splits=24)
+    """Bitwise: a caller that knows the longest sequence's rows starts fewer threadgroups, for the same
+    splits.
+    """
+    case = KernelCase(
+        batch=2, offset=300, shorter=200, max_tokens=1500, layout=layout, window=window, splits=24
+    )
     drawn = draw(case)
     assert mx.array_equal(run(replace(case, knows_rows=True), drawn), run(case, drawn)).item()
 
@@ -195,7 +233,10 @@ def test_appended_values_and_scales_are_the_operator_s_to_the_bit(
     """In float32 and, MLX rounding a half-precision quotient as the kernel does, in the others too."""
     rng = np.random.default_rng(bits * group + FLOATS.index(dtype))
     D, Dv = (group * int(rng.integers(1, 1 + 640 // group)) for _ in range(2))
-    spec, scale_dtype = Spec(dtype, quant_bit=bits, quant_group=group), str(rng.choice(["float32", "float16"]))
+    spec, scale_dtype = (
+        Spec(dtype, quant_bit=bits, quant_group=group),
+        str(rng.choice(["float32", "float16"])),
+    )
     for data in ("unit", "ties", "tiny", "zeros", "large"):
         shape = [int(rng.integers(1, top)) for top in (4, 4, 9)]  # B, K, S
         widths = (D, Dv if data in ("ties", "large") else D)

@@ -20,7 +20,8 @@ from kvant.operators.kernels.attend import HEAD_DIMS
 
 EVERYTHING = Shape(12, 2, 96, 4, S=3, pairs=5, paged=True, window=64, softcap=30.0, alibi=True, mask=True)
 NARROW = [SHAPES["Qwen2.5-7B 28/4/128, int8"], SHAPES["64/8/256, int4"], EVERYTHING]
-QUERIES = [(1, 1), (2, 1), (14, 1)]  # query heads and new tokens: 1, 2 and 4 queries of a simdgroup, and groups
+# query heads and new tokens: 1, 2 and 4 queries of a simdgroup, and groups
+QUERIES = [(1, 1), (2, 1), (14, 1)]
 WIDE = [
     *SHAPES.values(),
     *(Shape(H, 1, D, bits, S=S) for D, bits, (H, S) in product(HEAD_DIMS, (8, 4, 0), QUERIES)),
@@ -28,7 +29,8 @@ WIDE = [
     *(Shape(16, 1, D, bits, Dv=Dv) for D, Dv, bits in product(HEAD_DIMS, HEAD_DIMS, (8, 0)) if Dv != D),
 ]
 CUDA = [SHAPES[name] for name in ("Qwen3-4B 32/8/128, int4", "Gemma 4 8/1/512, int4, pages")]
-GROUPS = replace(EVERYTHING, H=14, bits=8, sinks=True)  # several query groups, several new tokens, every option
+# several query groups, several new tokens, every option
+GROUPS = replace(EVERYTHING, H=14, bits=8, sinks=True)
 
 
 def metal_calls(shape: Shape) -> dict[str, KernelCall]:
@@ -38,7 +40,9 @@ def metal_calls(shape: Shape) -> dict[str, KernelCall]:
     def kernel(name: str, backend: launch.Backend) -> Callable[..., list[mx.array]]:
         def record(*, inputs: list[mx.array], stream: Any, **given: Any) -> list[mx.array]:
             found[name] = kernel_call(make(name, "metal"), inputs, **given)
-            return [mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)]
+            return [
+                mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)
+            ]
 
         return record
 
@@ -73,7 +77,9 @@ def test_one_text_for_both_languages(name: str) -> None:
             assert metal not in text.split("namespace cg")[0].replace("__device__ ", ""), metal
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed; scripts/kernel_registers.py says more")
+@pytest.mark.skipif(
+    shutil.which("nvcc") is None, reason="nvcc is not installed; scripts/kernel_registers.py says more"
+)
 @pytest.mark.parametrize("shape", count(CUDA, [GROUPS, *SHAPES.values()]), ids=str)
 def test_nvcc_keeps_everything_in_registers(shape: Shape) -> None:
     found = list(texts(shape).values())
@@ -91,7 +97,9 @@ ROWS = 64 * 131072  # of a pool: 64 sequences of 131,072 tokens
 
 @pytest.mark.parametrize("name", ["attend", "combine", "append"])
 def test_what_counts_over_heads_and_sequences_has_64_bits(name: str) -> None:
-    """With 8 heads of 128 they are 8.6e9 elements. Only a row of one head is counted with 32 bits, in words."""
+    """With 8 heads of 128 they are 8.6e9 elements. Only a row of one head is counted with 32 bits, in
+    words.
+    """
     text = launch._code(f"{name}.h")
     wide = {
         "attend": ("first_key", "first_value", "first_out", "out"),

@@ -1,7 +1,8 @@
-"""Twenty small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers catch it.
+"""Twenty small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers
+catch it.
 
-A third is tried, all of them in the long run, which a change to a kernel needs. The host does not see that a constant
-outside of a function must be in Metal's address space `constant`.
+A third is tried, all of them in the long run, which a change to a kernel needs. The host does not see that a
+constant outside of a function must be in Metal's address space `constant`.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,16 @@ from kvant.operators.kernels import launch
 
 pytestmark = host_pytest_skip
 
-# Without AddressSanitizer an access far outside of a buffer may fall into another one: what is said depends on which.
+# Without AddressSanitizer an access far outside of a buffer may fall into another one: what is said depends
+# on which.
 OUTSIDE = "OutOfBounds|Unreadable|Uninitialised|Race"
 NUMBERS = (
-    "\nNot equal to tolerance|\nArrays are not equal|the output is not finite"  # of the comparison with the oracle
+    # of the comparison with the oracle
+    "\nNot equal to tolerance|\nArrays are not equal|the output is not finite"
 )
 
-# A query group of four simdgroups and 3 queries. Several steps in each of two splits; the last split is short.
+# A query group of four simdgroups and 3 queries. Several steps in each of two splits; the last split is
+# short.
 ALONE = KernelCase(ratio=3, head_dim=64, offset=140, max_tokens=150, batch=2, pairs=3, splits=2)
 EMPTY = replace(ALONE, offset=9, splits=4)  # splits without rows
 RAGGED = replace(ALONE, shorter=100)  # sequences of 141 and 41 tokens
@@ -34,7 +38,9 @@ MASKED = replace(ALONE, pairs=None, mask="float", seed=5, knows_rows=True)  # so
 NIBBLES = replace(ALONE, quant_bit=4, quant_group=16)
 PAGES = replace(ALONE, layout="pages", offset=300, shorter=100)
 # With 96 elements four lanes of 16 are idle. New tokens see different tokens.
-WIDE = KernelCase(ratio=2, head_dim=96, new_tokens=2, offset=70, max_tokens=80, batch=2, quant_group=16, splits=2)
+WIDE = KernelCase(
+    ratio=2, head_dim=96, new_tokens=2, offset=70, max_tokens=80, batch=2, quant_group=16, splits=2
+)
 # A window that begins in the second 64 rows.
 WINDOW = replace(WIDE, head_dim=64, offset=140, max_tokens=150, window=20)
 # Two query groups of four for seven queries, two simdgroups each.
@@ -49,7 +55,13 @@ Check = Callable[..., Any]
 
 
 def quantized(
-    dtype: mx.Dtype, quant_bit: int = 8, *, nan: bool = False, group: int = 8, fit: bool = False, value_bit: int = 0
+    dtype: mx.Dtype,
+    quant_bit: int = 8,
+    *,
+    nan: bool = False,
+    group: int = 8,
+    fit: bool = False,
+    value_bit: int = 0,
 ) -> Check:
     """The append's check. A token's key takes ten threads: a simdgroup is not full."""
     x = np.random.default_rng(7).standard_normal((2, 2, 5, 3, 80)).astype(np.float32)
@@ -78,21 +90,27 @@ class Mutant(NamedTuple):
 
 
 def run(case: KernelCase | Check, texts: dict[str, str]) -> None:
-    """Without AddressSanitizer some mistakes show in one order of the threads alone. Races are found in any."""
+    """Without AddressSanitizer some mistakes show in one order of the threads alone. Races are found in
+    any.
+    """
     call = partial(check, case) if isinstance(case, KernelCase) else case
     for order in (FORWARD, REVERSE):
         call(texts=texts, orders=(order,))
 
 
 MUTANTS = [
-    Mutant("a barrier that is not there", ALONE, OUTSIDE, "    KVANT_BARRIER;\n    const int g", "    const int g"),
+    Mutant("a barrier that is not there", ALONE, OUTSIDE, "    KVANT_BARRIER;\n    const int "
+                                                          "g", "    const int g"),
     Mutant("no address space", ALONE, "CompileFailed", "const KVANT_DEVICE uint* keys", "const uint* keys"),
-    Mutant("threadgroup memory too small", ALONE, OUTSIDE, "GATHERED = VALUE_DIM + 2;", "GATHERED = VALUE_DIM + 1;"),
+    Mutant("threadgroup memory too small", ALONE, OUTSIDE, "GATHERED = VALUE_DIM + "
+                                                           "2;", "GATHERED = VALUE_DIM + 1;"),
     Mutant("a row behind the last", ALONE, OUTSIDE, "min(max(row, rows.low), end - 1)", "max(row, rows.low)"),
-    Mutant("a row before the window", WINDOW, OUTSIDE, "min(max(row, rows.low), end - 1)", "min(row, end - 1)"),
+    Mutant("a row before the window", WINDOW, OUTSIDE, "min(max(row, rows.low), end - 1)", "min(row, end - "
+                                                                                           "1)"),
     Mutant("another sequence's length", RAGGED, OUTSIDE, "offset[batch % offset_shape[0]]", "offset[0]"),
     Mutant("another sequence's pages", PAGES, NUMBERS, "pages[batch * pages_shape[1] + base", "pages[base"),
-    Mutant("rows of keys beside values", BESIDE, OUTSIDE, "KEY_WORDS + (BESIDE ? VALUE_WORDS : 0);", "KEY_WORDS;"),
+    Mutant("rows of keys beside values", BESIDE, OUTSIDE, "KEY_WORDS + (BESIDE ? VALUE_WORDS : "
+                                                          "0);", "KEY_WORDS;"),
     Mutant("a query that does not exist", ALONE, OUTSIDE,
            "a = min(first_query + j, head_queries - 1)", "a = first_query + j"),
     Mutant("idle lanes count", WIDE, NUMBERS, "chunk < KEY_CHUNKS ? score_scale : 0.0f", "score_scale"),
@@ -102,10 +120,12 @@ MUTANTS = [
     Mutant("a mask read where nothing is", MASKED, OUTSIDE, "if (MASK && seen) {", "if (MASK) {"),
     Mutant("lanes that diverge", ALONE, "Divergence", "+ n / OWN * REPEAT", "+ n * REPEAT"),
     Mutant("sums that keep an old maximum", ALONE, NUMBERS, "sum *= rescale;", ""),
-    Mutant("another query group's sums", SEVEN, OUTSIDE, "group = simdgroup_index - sharer", "group = simdgroup_index"),
+    Mutant("another query group's sums", SEVEN, OUTSIDE, "group = simdgroup_index - "
+                                                         "sharer", "group = simdgroup_index"),
     Mutant("the odd nibbles' factor", NIBBLES, NUMBERS, "e % 2 == 1 ? 0.0625f", "e % 2 == 0 ? 0.0625f", "load.h"),
     Mutant("a split without rows", EMPTY, OUTSIDE,
-           "int split = lane; split < rows.used", "int split = lane; split < settings[KVANT_SPLITS]", "combine.h"),
+           "int split = lane; split < rows.used", "int split = lane; split < "
+                                                  "settings[KVANT_SPLITS]", "combine.h"),
     Mutant("a rounding that is left out", quantized(mx.float16), NUMBERS,
            "float(T(quotient))", "quotient", "append.h"),
     Mutant("a NaN made an integer", quantized(mx.float32, nan=True), "Undefined",
@@ -119,7 +139,8 @@ MUTANTS = [
            "high > -low ? high : low", "high", "append.h"),
     Mutant("the least of one thread's values", quantized(mx.float32, 4, group=16, fit=True), NUMBERS,
            "low = -kvant_larger(-low, -simd_shuffle_xor(low, other));", "", "append.h"),
-    Mutant("values of the keys' bits", APART, f"{NUMBERS}|{OUTSIDE}", "Eight<VALUE_BITS, C>;", "Eight<BITS, C>;"),
+    Mutant("values of the keys' bits", APART, f"{NUMBERS}|{OUTSIDE}", "Eight<VALUE_BITS, "
+                                                                      "C>;", "Eight<BITS, C>;"),
     Mutant("the keys' factor for values", APART, NUMBERS, "kvant_factor<VALUE_BITS>(e)", "kvant_factor<BITS>(e)"),
     Mutant("the keys' groups for values", APART, NUMBERS, "(BESIDE ? DIM : 0) + chunk", "chunk"),
     Mutant("bits that are swapped", quantized(mx.float32, 8, value_bit=4, fit=True), f"{NUMBERS}|{OUTSIDE}",

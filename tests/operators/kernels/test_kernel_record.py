@@ -38,7 +38,9 @@ def test_what_a_process_found_others_find(trials: Mock) -> None:
     assert resolved(None, USE, USE, OTHER) == "metal"
     assert [call.args for call in trials.call_args_list] == [(USE, "metal"), (OTHER, "metal")]
     path = kernel_record.path()
-    say.assert_called_once_with(f"checking the fused kernel on this GPU; later starts find the result in {path}")
+    say.assert_called_once_with(
+        f"checking the fused kernel on this GPU; later starts find the result in {path}"
+    )
     assert path.stat().st_mode & 0o777 == 0o600
     assert resolved("fused", OTHER, USE) == resolved() == "metal"
     assert (trials.call_count, say.call_count) == (2, 1)
@@ -90,10 +92,14 @@ SPOILED: dict[str, Callable[[Path], object]] = {
     "cut": _cut,
     "empty": lambda path: path.write_bytes(b""),
     "another kind": lambda path: path.write_text("[]"),
-    "of other things": lambda path: path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), 1))),
+    "of other things": lambda path: path.write_text(
+        json.dumps(dict.fromkeys(json.loads(path.read_text()), 1))
+    ),
     "nested": lambda path: path.write_text("[" * 10**5),
     "no text": lambda path: path.write_bytes(b"\xff\xfe{}"),
-    "large": lambda path: path.write_text(f'{{"x": {{"y": "{"z" * kernel_record.MAX_BYTES}"}}, {path.read_text()[1:]}'),
+    "large": lambda path: path.write_text(
+        f'{{"x": {{"y": "{"z" * kernel_record.MAX_BYTES}"}}, {path.read_text()[1:]}'
+    ),
     "writable by a group": lambda path: path.chmod(0o660),
     "writable by all": lambda path: path.chmod(0o606),
     "a link": _linked,
@@ -139,13 +145,17 @@ def test_another_device_system_mlx_or_text_is_tried_anew(
 
 
 def test_the_record_is_bounded(trials: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
-    uses = [KernelUse(64, 64, mx.float16, 8, 32, window=width) for width in range(1, kernel_record.MOST_USES + 50)]
+    uses = [
+        KernelUse(64, 64, mx.float16, 8, 32, window=width) for width in range(1, kernel_record.MOST_USES + 50)
+    ]
     for number in range(kernel_record.MOST_DEVICES + 2):
         monkeypatch.setattr(kernel_record, "version", lambda name, number=number: f"99.{number}")
         begin_process()
         kernel_record.keep(dict.fromkeys(uses, "\x00" * 10**4), "metal")
     kept = json.loads(kernel_record.path().read_bytes())
-    assert [key.split("mlx ")[1][:4] for key in kept] == [f"99.{n}" for n in range(2, kernel_record.MOST_DEVICES + 2)]
+    assert [key.split("mlx ")[1][:4] for key in kept] == [
+        f"99.{n}" for n in range(2, kernel_record.MOST_DEVICES + 2)
+    ]
     assert {len(own) for own in kept.values()} == {kernel_record.MOST_USES}
     assert all(repr(uses[-1]) in own for own in kept.values())
 

@@ -1,4 +1,6 @@
-"""How many launches a token takes: of the fused path, and of a whole step beside mlx-lm's. Counted in MLX's graph."""
+"""How many launches a token takes: of the fused path, and of a whole step beside mlx-lm's. Counted in
+MLX's graph.
+"""
 
 import math
 from collections import Counter
@@ -24,8 +26,9 @@ from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows
 from kvant.tools.bench.shapes import Shape, write_random
 
-# Launches of an operation whose arrays are row contiguous, by MLX 0.32's sources under mlx/backend/. In a write the old
-# array is donated, which costs none: nothing else holds a cache's arrays. An operation that is not here fails the test.
+# Launches of an operation whose arrays are row contiguous, by MLX 0.32's sources under mlx/backend/. In a
+# write the old array is donated, which costs none: nothing else holds a cache's arrays. An operation that is
+# not here fails the test.
 LAUNCHES = {
     "DynamicSliceUpdate": 2,  # gpu/primitives.cpp: compute_dynamic_offset (metal/slicing.cpp), then the copy
     "Concatenate": 2,  # metal/slicing.cpp: a copy of each of two arrays
@@ -33,7 +36,9 @@ LAUNCHES = {
     **dict.fromkeys(("Add", "Arange", "Gather", "Less", "Remainder", "Select", "Subtract"), 1),
     **dict.fromkeys(("AddMM", "Matmul", "QuantizedMatmul", "Multiply", "Sigmoid", "BitwiseBinary"), 1),
     # They hand on the same bytes (gpu/primitives.cpp, common/common.cpp).
-    **dict.fromkeys(("Broadcast", "ExpandDims", "Reshape", "Flatten", "Slice", "Squeeze", "Transpose", "View"), 0),
+    **dict.fromkeys(
+        ("Broadcast", "ExpandDims", "Reshape", "Flatten", "Slice", "Squeeze", "Transpose", "View"), 0
+    ),
     **dict.fromkeys(("Split", "Unflatten"), 0),
 }
 STRIDED = ("rope", "scaled_dot_product_attention", "swiglu")  # these read such arrays as they lie
@@ -41,7 +46,8 @@ H, K, D, ROWS = 14, 2, 64, 1024
 
 
 def _traced(function: Callable[..., Any], *arrays: mx.array) -> list[str]:
-    """The launches of the operations traced, by name. "copied": of an array whose elements are in another order.
+    """The launches of the operations traced, by name. "copied": of an array whose elements are in another
+    order.
 
     It is copied for a kernel, and where two axes of more than one element become one.
     """
@@ -113,7 +119,9 @@ def test_a_step_is_five_launches_a_layer(new_tokens: int) -> None:
 
 @pytest.mark.parametrize("new_tokens", [1, 4])
 def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) -> None:
-    """Several new tokens of each take a copy of values and one of scales more: sequences lie outside of heads there."""
+    """Several new tokens of each take a copy of values and one of scales more: sequences lie outside of
+    heads there.
+    """
     pages = step_pages([[3], [5, 1]], [0, 0], [9, 140], 256, None)
     runs = [[(384, 393 + new_tokens)], [(640, 768), (128, 140 + new_tokens)]]
     new = mx.array([row for own in runs for row in range(own[-1][1] - new_tokens, own[-1][1])])
@@ -134,7 +142,8 @@ def test_mlx_gets_the_text_without_comments(name: str, monkeypatch: pytest.Monke
     assert not any(mark in text for mark in ("//", "/*", "\n\n", "\n "))
 
 
-SHAPE = Shape("launches", "qwen2", 896, 2, 14, 2, 64, 256, 512, True, large_key_bias=True)  # a layer as of 0.5B
+# a layer as of 0.5B
+SHAPE = Shape("launches", "qwen2", 896, 2, 14, 2, 64, 256, 512, True, large_key_bias=True)
 
 
 def _one_launch(name: str) -> Callable[..., mx.array]:
@@ -154,7 +163,9 @@ def _one_launch(name: str) -> Callable[..., mx.array]:
 
 
 @pytest.fixture(scope="module", params=[0, 4], ids=["bfloat16", "4-bit weights"])
-def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Path]]:
+def weights(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, list[Path]]:
     """The bits of the weights, and models of one layer and of two."""
     folders = [tmp_path_factory.mktemp("launches") for _ in range(2)]
     for layers, folder in enumerate(folders, start=1):
@@ -165,16 +176,19 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_a_layer_takes_fewer_launches_than_mlx_lm_s(
     weights: tuple[int, list[Path]], gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token through kvant's layer, through mlx-lm's with kvant's cache, and with its own, which is not quantized.
+    """A token through kvant's layer, through mlx-lm's with kvant's cache, and with its own, which is not
+    quantized.
 
-    Nothing of a token is copied, and nothing is made float32. Of a draft's four tokens the new values and attention's
-    output are copied. mlx-lm's attention to 1,024 tokens and more takes one launch more than is counted here.
+    Nothing of a token is copied, and nothing is made float32. Of a draft's four tokens the new values and
+    attention's output are copied. mlx-lm's attention to 1,024 tokens and more takes one launch more than is
+    counted here.
     """
     bits, folders = weights
     found: dict[str, list[Counter[str]]] = {"kvant": [], "a draft": [], "bridged": [], "mlx-lm": []}
     made = [(load_decoder(folder), load_mlx_lm(folder)[0]) for folder in folders]
     caches = [
-        (own.make_cache(64), kvant.make_prompt_cache(theirs, 64), make_prompt_cache(theirs)) for own, theirs in made
+        (own.make_cache(64), kvant.make_prompt_cache(theirs, 64), make_prompt_cache(theirs))
+        for own, theirs in made
     ]
     for (_, theirs), (*_, full) in zip(made, caches, strict=True):
         theirs(mx.arange(9)[None], cache=full)  # its arrays are there
@@ -201,7 +215,8 @@ def test_a_layer_takes_fewer_launches_than_mlx_lm_s(
     a_layer = {name: two - one for name, (one, two) in found.items()}
     assert a_layer["a draft"].pop("copied") == 2
     assert not {"copied", "AsType"} & {name for own in a_layer.values() for name in own}
-    more = 3 if bits else 0  # mlx-lm adds the biases of queries, keys and values as it multiplies, if they are floats
+    # mlx-lm adds the biases of queries, keys and values as it multiplies, if they are floats
+    more = 3 if bits else 0
     totals = {name: own.total() for name, own in a_layer.items()}
     assert totals == {"kvant": 16, "a draft": 16, "bridged": 19 + more, "mlx-lm": 17 + more}
 
@@ -220,5 +235,7 @@ def test_a_front_takes_no_more_launches_than_two_transforms(
         tuned = KVFormat("", (LayerChoice(8, 32, **choice),))
         cache = model.make_cache(64, kv_format=tuned, bias_split=False)
         layer: Any = next(iter(cache))
-        changed[name] = Counter(_traced(lambda both, layer=layer: layer.front.query_key(both, H), _tokens(H + K)))
+        changed[name] = Counter(
+            _traced(lambda both, layer=layer: layer.front.query_key(both, H), _tokens(H + K))
+        )
     assert changed == {"none": {}, "rotate": {"Hadamard": 1}, "all": {"CustomKernel": 1, "Hadamard": 1}}

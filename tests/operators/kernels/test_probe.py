@@ -1,4 +1,6 @@
-"""A cache's own instances of the kernel are tried when it is made; one that fails is not used, and told of once."""
+"""A cache's own instances of the kernel are tried when it is made; one that fails is not used, and told of
+once.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,7 +39,14 @@ class Launches(list[tuple[str, dict[str, Any]]]):
     fails: Callable[[str, dict[str, Any]], BaseException | None] = staticmethod(lambda name, template: None)
 
     def __call__(
-        self, name: str, backend: str, inputs: Sequence[mx.array], *, template: Any, outputs: Any, **sizes: Any
+        self,
+        name: str,
+        backend: str,
+        inputs: Sequence[mx.array],
+        *,
+        template: Any,
+        outputs: Any,
+        **sizes: Any,
     ) -> list[mx.array]:
         seen: dict[str, Any] = {**template, **sizes}
         for each, x in zip(launch.INPUTS[name], inputs, strict=True):
@@ -66,7 +75,9 @@ def _backend(
 ) -> str | None:
     """What runs the kernel for a layer of 2 kv heads."""
     stored = stored_dtype(bits) if bits else DTYPE_NAMES[dtype]
-    own = LayerFormat(kind, 2, dim, dim, bits, group if bits else 0, stored, scale if bits else "", window=window)
+    own = LayerFormat(
+        kind, 2, dim, dim, bits, group if bits else 0, stored, scale if bits else "", window=window
+    )
     return kernel_of(own, kernels, dtype, heads, sinks)[1]
 
 
@@ -95,7 +106,9 @@ def small(tried: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_shape_of_a_threadgroup_is_tried(launched: Launches) -> None:
-    shapes = {heads: {threadgroup_shape(heads * S, 0, "metal", 64)[3] for S in range(1, 9)} for heads in (1, 7)}
+    shapes = {
+        heads: {threadgroup_shape(heads * S, 0, "metal", 64)[3] for S in range(1, 9)} for heads in (1, 7)
+    }
     assert _backend(heads=14) == "metal"
     assert launched.of("attend", "QUERIES") == {(queries,) for queries in shapes[7]}
     launched.clear()
@@ -128,7 +141,9 @@ def test_the_trials_make_every_instance_of_1_to_8_tokens(
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 64), (0, 32)])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_it_is_tried_in_the_format_of_the_cache(launched: Launches, bits: int, group: int, dtype: mx.Dtype) -> None:
+def test_it_is_tried_in_the_format_of_the_cache(
+    launched: Launches, bits: int, group: int, dtype: mx.Dtype
+) -> None:
     _backend(bits, group, dim=128, dtype=dtype, heads=8, scale="F32")
     assert launched.of("attend", "DIM", "T", "BITS", "MASK") == {(128, dtype, bits, False)}
     appended = {(dtype, mx.float32, bits, group)} if bits else set()
@@ -139,7 +154,9 @@ def test_windows_pages_bias_splits_and_sinks_are_tried_too(launched: Launches) -
     split = BiasSplit(mx.zeros((2, 2, 3)), (1, 5, 9), mx.zeros((2, 3, 64)), mx.zeros((2, 64)))
     assert QuantizedKVCache(64, 2, 64, window=8, bias_split=split).layer.backend == "metal"
     assert launched.of("attend", "MASK", "WINDOW") == {(False, True)}
-    assert launched.of("attend", "BIAS", "pairs small", "key_bias small") == {(attend.BIAS_WEIGHTS, True, False)}
+    assert launched.of("attend", "BIAS", "pairs small", "key_bias small") == {
+        (attend.BIAS_WEIGHTS, True, False)
+    }
     assert launched.of("combine", "value_bias small") == {(False,)}
     # no small array is handed on, however few sequences and pages there are
     small = launched.of("attend", "PAGE", "offset small", "first small", "pages small")
@@ -149,7 +166,10 @@ def test_windows_pages_bias_splits_and_sinks_are_tried_too(launched: Launches) -
         launched.clear()  # a bridged layer may have sinks, in the dtype of its queries
         alone(64, **seen, dtype=mx.bfloat16)
         assert launched.of("attend", "WINDOW", "MASK") == {(window, mask)}
-        assert launched.of("combine", "sinks dtype", "sinks small") == {(mx.float32, False), (mx.bfloat16, False)}
+        assert launched.of("combine", "sinks dtype", "sinks small") == {
+            (mx.float32, False),
+            (mx.bfloat16, False),
+        }
     launched.clear()
     _backend(dtype=mx.bfloat16)
     assert launched.of("combine", "sinks dtype", "sinks small") == {(mx.float32, False)}
@@ -189,7 +209,9 @@ SAID = (
 def test_one_that_does_not_run_is_told_of_once(launched: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is asked for is an error."""
     launched.fails = _too_large
-    with pytest.warns(RuntimeWarning, match=f"^{SAID}; attention is computed by the unfused operator") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=f"^{SAID}; attention is computed by the unfused operator"
+    ) as caught:
         caches = [QuantizedKVCache(4, 2, 64, kv_bits=bits) for bits in (8, 8, 4, 0)]
     assert len(caught) == 1
     assert [cache.layer.backend for cache in caches] == [None, None, None, "metal"]
@@ -254,7 +276,9 @@ def _rolled(x: mx.array) -> mx.array:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", USES)
 def test_the_kernel_itself_is_right_on_the_host(name: str) -> None:
-    """What is launched is a call that the kernel takes, and reads and writes nothing outside of its arrays."""
+    """What is launched is a call that the kernel takes, and reads and writes nothing outside of its
+    arrays.
+    """
     assert probe.probe_failure(USES[name], "metal") is None
 
 
@@ -297,4 +321,6 @@ def test_a_kernel_that_does_something_else_is_found_out(
 
 
 def test_it_allows_what_the_project_does() -> None:
-    assert {str(dtype).removeprefix("mlx.core."): x for dtype, x in probe.TOLERANCE.items()} == OUTPUT_TOLERANCE
+    assert {
+        str(dtype).removeprefix("mlx.core."): x for dtype, x in probe.TOLERANCE.items()
+    } == OUTPUT_TOLERANCE

@@ -1,10 +1,12 @@
-"""Which compiler makes a kernel run here, and the compiled files, kept in the user's cache folder by their content.
+"""Which compiler makes a kernel run here, and the compiled files, kept in the user's cache folder by their
+content.
 
 clang     an installed clang that can link AddressSanitizer: kernels run under it
-ziglang   the package of that name in this environment: without AddressSanitizer, with the worker's own checks only
+ziglang   the package of that name in this environment: without AddressSanitizer, with the worker's own checks
+only
 
-KVANT_HOST_CXX names a clang or is `ziglang`; without it an installed clang is taken before ziglang. Address spaces are
-checked by ziglang's compiler in both, because Debian's clang 14 has no bfloat arithmetic.
+KVANT_HOST_CXX names a clang or is `ziglang`; without it an installed clang is taken before ziglang. Address
+spaces are checked by ziglang's compiler in both, because Debian's clang 14 has no bfloat arithmetic.
 """
 
 import hashlib
@@ -30,11 +32,10 @@ LANGUAGE = ["-x", "c++", "-std=c++17", "-fno-exceptions", "-fno-rtti", "-ffp-con
 LANGUAGE += ["-iquote", str(SOURCES)]
 _KERNEL = ["-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-duplicate-decl-specifier"]
 _SINGLE = "-Werror=double-promotion"  # a literal without f is a float in Metal and a double in CUDA
-_UNDEFINED = (
-    "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow"
-)
-# Every load and store is reported to functions of ours. By AddressSanitizer's instrumentation: ThreadSanitizer's leaves
-# out, without a word, what is wider than 16 bytes. same-temp would leave out one of the two accesses of `x += 1`.
+_UNDEFINED = "-fsanitize=bounds,alignment,shift-exponent,integer-divide-by-zero,float-cast-overflow,signed-integer-overflow"
+# Every load and store is reported to functions of ours. By AddressSanitizer's instrumentation:
+# ThreadSanitizer's leaves out, without a word, what is wider than 16 bytes. same-temp would leave out one of
+# the two accesses of `x += 1`.
 _REPORTED = ["-asan-instrumentation-with-call-threshold=0", "-asan-memory-access-callback-prefix=metal_host_"]
 _REPORTED += ["-asan-opt-same-temp=0"]
 _RUNTIME = {
@@ -63,7 +64,9 @@ def find_compiler() -> Compiler:
     if clang and (found := _clang(clang)):
         return found
     if wanted not in ("", "ziglang"):
-        raise HostError("NoCompiler", f"{VARIABLE} is {wanted!r}; expected `ziglang` or a clang with AddressSanitizer")
+        raise HostError(
+            "NoCompiler", f"{VARIABLE} is {wanted!r}; expected `ziglang` or a clang with AddressSanitizer"
+        )
     return find_ziglang()
 
 
@@ -74,7 +77,9 @@ def _clang(path: str) -> Compiler | None:
     with tempfile.TemporaryDirectory() as scratch:
         program = Path(scratch) / "empty.c"
         program.write_text("int main(void) { return 0; }\n")
-        linked = subprocess.run([path, "-fsanitize=address", program, "-o", f"{program}.out"], capture_output=True)
+        linked = subprocess.run(
+            [path, "-fsanitize=address", program, "-o", f"{program}.out"], capture_output=True
+        )
     return Compiler("clang", (path,), version[0]) if linked.returncode == 0 else None
 
 
@@ -82,7 +87,9 @@ def _clang(path: str) -> Compiler | None:
 def find_ziglang() -> Compiler:
     spec = find_spec("ziglang")
     if spec is None or spec.origin is None:
-        raise HostError("NoCompiler", "Metal kernels need ziglang, of the extra `test`, and clang to run under ASan")
+        raise HostError(
+            "NoCompiler", "Metal kernels need ziglang, of the extra `test`, and clang to run under ASan"
+        )
     program = str(Path(spec.origin).with_name("zig"))  # without the Python that `-m ziglang` starts first
     version = subprocess.run([program, "version"], capture_output=True, text=True, check=True).stdout.strip()
     return Compiler("ziglang", (program, "cc"), f"ziglang {version}")  # cc: no C++ library to build
@@ -100,13 +107,20 @@ def check_spaces(name: str, text: str) -> None:
 def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
     """The text compiled to run, as a shared library. Raises a HostError."""
     checks = [part for option in (*_REPORTED, *_RUNTIME[compiler.kind]) for part in ("-mllvm", option)]
-    checks = ["-fsanitize=address", *checks, _UNDEFINED, "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
+    checks = [
+        "-fsanitize=address",
+        *checks,
+        _UNDEFINED,
+        "-fno-sanitize-trap=all",
+        "-fno-sanitize-recover=all",
+    ]
     machine = ["-mf16c"] if platform.machine() == "x86_64" else []
     # Kernels are compiled once and run a few times: any optimization takes longer than it saves.
     flags = [*LANGUAGE, *_KERNEL, _SINGLE, *machine, "-O0", "-gline-tables-only", "-fPIC", *checks]
     path = _cached(compiler, text, flags, ".so")
     if not path.exists():
-        # ziglang's clang by itself takes half the time of `zig cc -c`; to link, `zig cc` knows where libraries are
+        # ziglang's clang by itself takes half the time of `zig cc -c`; to link, `zig cc` knows where
+        # libraries are
         clang = [compiler.command[0], "clang"] if compiler.kind == "ziglang" else compiler.command
         compile_it = [*clang, *flags, "-c", "{source}", "-o", "{object}"]
         link_it = [*compiler.command, "-O2", "-shared", "{object}", "-o", "{target}", "-lm"]
@@ -116,7 +130,13 @@ def kernel_library(compiler: Compiler, name: str, text: str) -> Path:
 
 def worker_program(compiler: Compiler) -> Path:
     """The program that runs kernel libraries."""
-    flags = [*LANGUAGE, "-O2", "-g", "-rdynamic", *(["-fsanitize=address"] if compiler.kind == "clang" else [])]
+    flags = [
+        *LANGUAGE,
+        "-O2",
+        "-g",
+        "-rdynamic",
+        *(["-fsanitize=address"] if compiler.kind == "clang" else []),
+    ]
     path = _cached(compiler, "worker", flags, ".worker")
     if not path.exists():
         command = [*compiler.command, *flags, str(SOURCES / "worker.cpp"), "-o", "{target}", "-ldl"]

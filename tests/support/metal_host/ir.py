@@ -1,7 +1,8 @@
-"""What an optimizing compiler makes of a kernel: LLVM's intermediate code, the nearest thing here to Apple's own.
+"""What an optimizing compiler makes of a kernel: LLVM's intermediate code, the nearest thing here to Apple's
+own.
 
-Apple's compiler is a clang too. An array that stays an `alloca` after optimization lies in thread memory, which a GPU
-reads like any other memory: it is no register.
+Apple's compiler is a clang too. An array that stays an `alloca` after optimization lies in thread memory,
+which a GPU reads like any other memory: it is no register.
 """
 
 import re
@@ -23,7 +24,9 @@ def allocas(call: KernelCall, flags: Sequence[str] = ("-O2",)) -> list[str]:
     """The types of what a kernel keeps in thread memory once it is optimized: `[4 x [8 x float]]`."""
     command = [find_ziglang().command[0], "clang", *LANGUAGE, *_TARGET, *flags, *_PRINTED]
     done = subprocess.run(command, input=host_text(call, spaces=True), capture_output=True, text=True)
-    found = re.search(rf"^define [^\n]*@_Z\d+{re.escape(call.name)}\w*\(.*?^}}$", done.stdout, re.DOTALL | re.MULTILINE)
+    found = re.search(
+        rf"^define [^\n]*@_Z\d+{re.escape(call.name)}\w*\(.*?^}}$", done.stdout, re.DOTALL | re.MULTILINE
+    )
     if found is None:
         raise HostError("CompileFailed", f"{call.name}: {done.stderr.strip()}")
     return re.findall(r"^ *%\S+ = alloca (.+?),", found[0], re.MULTILINE)

@@ -16,12 +16,17 @@ from support.metal_host.rewrite import FILE
 from support.metal_host.source import HostError, KernelCall
 
 HANG_S = 60
-ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "PATH": "/usr/local/bin:/usr/bin:/bin"}
+ENVIRONMENT = {
+    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory a kernel sees. unreadable: for each byte of an input another, not 0 where it must not be read."""
+    """Memory a kernel sees. unreadable: for each byte of an input another, not 0 where it must not be
+    read.
+    """
 
     name: str
     writable: bool
@@ -41,11 +46,19 @@ class Worker:
         atexit.register(self.close)
 
     def run(self, call: KernelCall, library: Path, order: int, buffers: list[Buffer]) -> list[bytes]:
-        """The writable buffers' bytes afterwards. order: 0 forward, 1 reverse, else a seed. Raises a HostError."""
+        """The writable buffers' bytes afterwards. order: 0 forward, 1 reverse, else a seed. Raises a
+        HostError.
+        """
         if self._process is None:
             self._complaints = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
-            self._process = subprocess.Popen([compilers.worker_program(self.compiler)], **pipes, env=ENVIRONMENT)
+            pipes: dict[str, Any] = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": self._complaints,
+            }
+            self._process = subprocess.Popen(
+                [compilers.worker_program(self.compiler)], **pipes, env=ENVIRONMENT
+            )
         process = self._process
         numbers = [*call.grid, *call.threadgroup, order, HANG_S, len(buffers)]
         request = [f"run {library} {' '.join(map(str, numbers))}\n".encode()]

@@ -1,7 +1,9 @@
-"""MLX's text as a C++ compiler on the host takes it. Lines stay where they are; what is not understood is refused.
+"""MLX's text as a C++ compiler on the host takes it. Lines stay where they are; what is not understood is
+refused.
 
-Two changes are made: the attributes of the explicit instantiation go, and a threadgroup array's declaration becomes
-a reference to memory that every access to is checked (to run) or a static variable (to check address spaces).
+Two changes are made: the attributes of the explicit instantiation go, and a threadgroup array's declaration
+becomes a reference to memory that every access to is checked (to run) or a static variable (to check address
+spaces).
 """
 
 import re
@@ -16,7 +18,13 @@ _POINTER = re.compile(r"\bthreadgroup\s+(?:const\s+)?\w+(?:\s*<[\w\s,]*>)?(?:\s+
 _DEFINE = re.compile(r"^[ \t]*#define[ \t]+(\w+)[ \t]+(.*)$", re.MULTILINE)
 _SPACES = {"device", "constant", "threadgroup", "thread"}
 _SCALARS = {"float", "half", "bfloat", "float16_t", "bfloat16_t", "bool", "char", "short", "int", "long"}
-_SCALARS |= {"uchar", "ushort", "uint", "ulong", *(f"{u}int{bits}_t" for u in ("", "u") for bits in (8, 16, 32, 64))}
+_SCALARS |= {
+    "uchar",
+    "ushort",
+    "uint",
+    "ulong",
+    *(f"{u}int{bits}_t" for u in ("", "u") for bits in (8, 16, 32, 64)),
+}
 
 
 def host_text(call: KernelCall, *, spaces: bool) -> str:
@@ -57,7 +65,9 @@ def _threadgroup_arrays(name: str, text: str, plain: str, spaces: bool) -> str:
 
 
 def _check_pointers(name: str, text: str, plain: str) -> None:
-    """Metal wants an address space on every pointer and reference, but those to a template's own parameter."""
+    """Metal wants an address space on every pointer and reference, but those to a template's own
+    parameter.
+    """
     own = re.search(r"^template <(.*)>\n\[\[kernel\]\]", plain, re.MULTILINE)
     named = {macro[1] for macro in _DEFINE.finditer(plain) if _SPACES & {*macro[2].split()}}
     types = {*_SCALARS, *re.findall(r"typename (\w+)", own[1] if own else "")}

@@ -36,7 +36,9 @@ def summary() -> str:
 def compiled(call: KernelCall) -> Path:
     """The library of a call, made once. Raises a HostError where Metal would not take the text."""
     if math.prod(call.threadgroup) > MAX_THREADS:
-        raise HostError("CompileFailed", f"{call.name}: a threadgroup of {call.threadgroup}; Metal takes up to 1024")
+        raise HostError(
+            "CompileFailed", f"{call.name}: a threadgroup of {call.threadgroup}; Metal takes up to 1024"
+        )
     with ThreadPoolExecutor() as pool:  # two compilers at once
         spaces = pool.submit(check_spaces, call.name, host_text(call, spaces=True))
         library = pool.submit(kernel_library, find_compiler(), call.name, host_text(call, spaces=False))
@@ -52,8 +54,8 @@ def on_host(
 ) -> Callable[..., list[mx.array]]:
     """A function like `kernel`, an mx.fast.metal_kernel, that runs it on the host, or raises a HostError.
 
-    Outputs are poisoned before, and the same bits in all orders of the threads. ``unreadable``: of an input, by name,
-    booleans that broadcast to its shape; an element where one is true must not be read.
+    Outputs are poisoned before, and the same bits in all orders of the threads. ``unreadable``: of an input,
+    by name, booleans that broadcast to its shape; an element where one is true must not be read.
     """
 
     def launch(*, inputs: list[Any], stream: Any = None, **rest: Any) -> list[mx.array]:
@@ -66,7 +68,9 @@ def on_host(
         buffers = [_buffer(p, call, arrays, forbidden) for p in call.parameters if p.kind != "attribute"]
         results = [worker().run(call, library, order, buffers) for order in orders]
         for order, result in zip(orders[1:], results[1:], strict=True):
-            for output, ours, first in zip((b.name for b in buffers if b.writable), result, results[0], strict=True):
+            for output, ours, first in zip(
+                (b.name for b in buffers if b.writable), result, results[0], strict=True
+            ):
                 if ours != first:
                     told = f"{call.name}: `{output}` in thread order {order} differs from order {orders[0]}"
                     raise HostError("Race", told)
@@ -75,7 +79,9 @@ def on_host(
     return launch
 
 
-def _buffer(p: Parameter, call: KernelCall, inputs: Sequence[mx.array], unreadable: Mapping[str, np.ndarray]) -> Buffer:
+def _buffer(
+    p: Parameter, call: KernelCall, inputs: Sequence[mx.array], unreadable: Mapping[str, np.ndarray]
+) -> Buffer:
     if p.kind == "output":
         shape, dtype = call.outputs[p.index]
         return Buffer(p.name, True, math.prod(shape) * dtype.size, b"")

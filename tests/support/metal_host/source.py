@@ -1,7 +1,7 @@
 """What MLX would hand to Metal for a call: the text it generates and how it launches it.
 
-`mx.export_function` traces a function and reports every primitive of it with its state, and on a machine without
-Metal a kernel called with `stream=mx.gpu` can be traced too.
+`mx.export_function` traces a function and reports every primitive of it with its state, and on a machine
+without Metal a kernel called with `stream=mx.gpu` can be traced too.
 """
 
 import re
@@ -35,7 +35,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch: MLX's text, template arguments as written (`<float16_t, 4>` or nothing), and sizes in threads."""
+    """One launch: MLX's text, template arguments as written (`<float16_t, 4>` or nothing), and sizes in
+    threads.
+    """
 
     name: str
     text: str
@@ -57,12 +59,18 @@ def kernel_call(kernel: Callable[..., Any], inputs: list[mx.array], **launch: An
     record = primitives[0]
     name, text, gx, gy, gz, tx, ty, tz, shape_infos, ensure_row_contiguous, *_ = record["arguments"]
     if not ensure_row_contiguous:
-        raise ValueError(f"{name}: with ensure_row_contiguous=False a kernel gets strides that are not traced")
-    given, outputs = (tuple((tuple(shape), dtype) for _, shape, dtype in record[x]) for x in ("inputs", "outputs"))
+        raise ValueError(
+            f"{name}: with ensure_row_contiguous=False a kernel gets strides that are not traced"
+        )
+    given, outputs = (
+        tuple((tuple(shape), dtype) for _, shape, dtype in record[x]) for x in ("inputs", "outputs")
+    )
     expected: list[tuple[Any, int]] = []
     for i, ((shape, _), infos) in enumerate(zip(given, shape_infos, strict=True)):
         if any(infos[1:]):
-            raise ValueError(f"{name}: of an input a kernel gets its shape, no strides and no number of dimensions")
+            raise ValueError(
+                f"{name}: of an input a kernel gets its shape, no strides and no number of dimensions"
+            )
         expected += [("input", i), *([("shape", i)] if infos[0] and shape else [])]
     expected += [("output", i) for i in range(len(outputs))]
     template = re.search(re.escape(f"decltype({name}") + r"(<[^;]*>)\)", text)
@@ -71,7 +79,9 @@ def kernel_call(kernel: Callable[..., Any], inputs: list[mx.array], **launch: An
     return KernelCall(name, text, template[1] if template else "", parameters, **sizes)
 
 
-_BUFFER = re.compile(r"(?:const )?(?:device|constant) (?P<type>\w+)(?P<mark>[*&]) (?P<name>\w+) \[\[buffer\(\d+\)\]\]")
+_BUFFER = re.compile(
+    r"(?:const )?(?:device|constant) (?P<type>\w+)(?P<mark>[*&]) (?P<name>\w+) \[\[buffer\(\d+\)\]\]"
+)
 _ATTRIBUTE = re.compile(r"(?P<type>uint3?) (?P<mark>)(?P<name>\w+) \[\[(?P=name)\]\]")
 
 

@@ -1,7 +1,8 @@
-"""A Mac as Python shows it, simulated on Linux. PYTHONPATH names this folder, so children of a process have it too.
+"""A Mac as Python shows it, simulated on Linux. PYTHONPATH names this folder, so children of a process have
+it too.
 
-Linux is what MLX, other libraries' Rust and C, programs such as ps, and Python with -I see of the system. Each process
-adds its command to the file that SIMULATED_MAC names.
+Linux is what MLX, other libraries' Rust and C, programs such as ps, and Python with -I see of the system.
+Each process adds its command to the file that SIMULATED_MAC names.
 """
 
 import asyncio  # noqa: F401  # each of these chooses by the system when it is imported
@@ -34,7 +35,9 @@ LINUX_ONLY = """
 """
 OPEN_MAX = 10_240  # files that one process may have, at most
 HIDDEN = ("/proc/", "/sys/fs/cgroup/")
-ONE_PATH = "access chdir chmod listdir lstat mkdir open readlink remove rmdir scandir stat truncate unlink utime"
+ONE_PATH = (
+    "access chdir chmod listdir lstat mkdir open readlink remove rmdir scandir stat truncate unlink utime"
+)
 TWO_PATHS = "link rename replace symlink"
 
 lstat, listdir, open_file = os.lstat, os.listdir, open
@@ -42,7 +45,9 @@ setrlimit, getrlimit = resource.setrlimit, resource.getrlimit
 
 
 def _place(path: Any) -> Any:
-    """The path as the file system takes it: capital letters do not count in the user's folders, and /proc is absent."""
+    """The path as the file system takes it: capital letters do not count in the user's folders, and /proc
+    is absent.
+    """
     text = path if isinstance(path, int | bytes) or path is None else os.fspath(path)
     if not isinstance(text, str):
         return path

@@ -1,4 +1,6 @@
-"""Every figure of a report, against values computed by hand or by numpy from times that are known; and its plot."""
+"""Every figure of a report, against values computed by hand or by numpy from times that are known; and its
+plot.
+"""
 
 import io
 import json
@@ -30,7 +32,9 @@ def _printed(summaries: list[Summary]) -> str:
     """The tables, which fit 80 columns, the widest ratios too."""
 
     def widest(each: Summary) -> Summary:
-        return replace(each, **{name: WIDE for name, value in asdict(each).items() if isinstance(value, dict)})
+        return replace(
+            each, **{name: WIDE for name, value in asdict(each).items() if isinstance(value, dict)}
+        )
 
     for shown in ([*map(widest, summaries)], summaries):
         out = io.StringIO()
@@ -42,7 +46,9 @@ def _printed(summaries: list[Summary]) -> str:
 
 
 def _drifting(label: str, run: int, context: int, position: int) -> float:
-    """Latency a + b * position with slow tokens, in rounds each slower than the last; a first token of its own."""
+    """Latency a + b * position with slow tokens, in rounds each slower than the last; a first token of its
+    own.
+    """
     pace = {"fast": 0.6, "slow": 1.0}[label] * 2**run
     if position == context:
         return 0.5 * context * pace
@@ -87,9 +93,15 @@ def test_a_figure_that_is_not_known_is_null_and_in_no_table() -> None:
     recording = empty(["one"], baseline="none")
     add_run(recording, "one", 0, 4, [10.0, 2.0, 4.0], **dict.fromkeys(RUN))
     (summary,) = summarize(recording)
-    known = {name: value for name, value in json.loads(json.dumps(asdict(summary))).items() if value is not None}
+    known = {
+        name: value for name, value in json.loads(json.dumps(asdict(summary))).items() if value is not None
+    }
     facts = {"engine": "one", "context": 4, "runs": 1, "first_token_ms": 10.0, "prefill_tokens_per_s": 400.0}
-    facts |= {"latency_p50_ms": 3.0, "latency_p95_ms": pytest.approx(3.9), "latency_p99_ms": pytest.approx(3.98)}
+    facts |= {
+        "latency_p50_ms": 3.0,
+        "latency_p95_ms": pytest.approx(3.9),
+        "latency_p99_ms": pytest.approx(3.98),
+    }
     assert known == facts | {"tokens_per_s": pytest.approx(1000 / 3)}
     printed = _printed([summary])
     assert "Memory" not in printed
@@ -102,7 +114,9 @@ def test_a_figure_that_is_not_known_is_null_and_in_no_table() -> None:
 
 
 def test_drafts_are_judged_by_the_mean() -> None:
-    """Seven tokens in two steps of 14 and 7 ms, in bursts: 3 ms each; without drafts 5 and 6 ms. No percentile."""
+    """Seven tokens in two steps of 14 and 7 ms, in bursts: 3 ms each; without drafts 5 and 6 ms. No
+    percentile.
+    """
     slow, bursts = [10.0, *[5.0] * 7], [10.0, 14.0, 0.001, 0.001, 0.001, 6.995, 0.001, 0.001]
     recording = empty(["kvant", "kvant, drafts"], baseline="kvant")
     for run in range(2):
@@ -112,7 +126,11 @@ def test_drafts_are_judged_by_the_mean() -> None:
     plain, drafted = summarize(recording)
     assert (plain.latency_p50_ms, plain.tokens_per_step, plain.plain_ratio) == (5.5, None, None)
     assert drafted.tokens_per_s == pytest.approx(1000 / 3)
-    assert (drafted.tokens_per_step, drafted.draft_acceptance, drafted.drafts_off) == (3.5, pytest.approx(10 / 19), 1)
+    assert (drafted.tokens_per_step, drafted.draft_acceptance, drafted.drafts_off) == (
+        3.5,
+        pytest.approx(10 / 19),
+        1,
+    )
     for ratio in (drafted.plain_ratio, drafted.ratio):
         assert [ratio.minimum, ratio.maximum] == pytest.approx([3 / 6, 3 / 5])
     assert (drafted.latency_p50_ms, drafted.latency_p99_ms, drafted.achieved_gb_per_s) == (None,) * 3
@@ -142,7 +160,9 @@ def test_every_figure_of_streams() -> None:
 
 
 def _recording(**options: Any) -> Recording:
-    return record(lambda _, run, context, position: (1 + run) * (500 if position == context else 2), **options)
+    return record(
+        lambda _, run, context, position: (1 + run) * (500 if position == context else 2), **options
+    )
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
@@ -207,7 +227,9 @@ def test_an_svg_has_a_label_an_engine_and_is_the_same_again(tmp_path: Path, draw
 
 
 def test_lines_are_medians_over_runs_in_a_band(tmp_path: Path, drawn: SimpleNamespace) -> None:
-    """Runs of 2, 4 and 6 ms; then of five, whose quartiles are 4 and 8. The first token's 500 ms are nowhere."""
+    """Runs of 2, 4 and 6 ms; then of five, whose quartiles are 4 and 8. The first token's 500 ms are
+    nowhere.
+    """
     plot(_recording(rounds=3), tmp_path / "a.png")
     assert drawn.lines["fast"] == [(position, 4.0) for position in range(9, 14)]
     assert drawn.band == (2.0, 6.0)

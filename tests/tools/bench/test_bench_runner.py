@@ -31,14 +31,21 @@ class Bench:
         self.recording = empty([], baseline="mlx-lm")
         self.started: list[tuple[str, Mapping[str, str]]] = []
         self.ended: list[str] = []
-        self.runs: list[tuple[str, list[int], int, dict[str, Any]]] = []  # label, prompt tokens, round, command
+        # label, prompt tokens, round, command
+        self.runs: list[tuple[str, list[int], int, dict[str, Any]]] = []
         self.failure: BaseException | None = None  # of the slow one, in round 1
         monkeypatch.setattr(runner, "Worker", partial(KnownEngine, self))
 
     def measure(
-        self, contexts: tuple[int, ...] = (8,), rounds: int = 2, tokens: int = 5, streams: tuple[int, ...] = ()
+        self,
+        contexts: tuple[int, ...] = (8,),
+        rounds: int = 2,
+        tokens: int = 5,
+        streams: tuple[int, ...] = (),
     ) -> None:
-        plan = Plan((FAST, SLOW), Path("model"), 512, contexts, tokens, rounds, random_prompts(7, 300), streams)
+        plan = Plan(
+            (FAST, SLOW), Path("model"), 512, contexts, tokens, rounds, random_prompts(7, 300), streams
+        )
         with self.file.open("w") as file:
             self.recording = Recording(self.recording.header, file)
             measure(plan, self.recording, self.progress.append)
@@ -69,11 +76,18 @@ class KnownEngine:
             raise self._bench.failure
         first, base, slope, by_round = DELAYS[self._label]
         latencies = [
-            [base + slope * position + by_round * number for position in range(n + 1, n + command["max_tokens"])]
+            [
+                base + slope * position + by_round * number
+                for position in range(n + 1, n + command["max_tokens"])
+            ]
             for n in lengths
         ]
         figures = {"peak_memory_bytes": 5_000_000, "cache_bytes": 64_000, "cache_bytes_per_token": 1000.0}
-        return {"arrivals_ms": [[*accumulate(each, initial=first)] for each in latencies], "cpu_ms": 1.0, **figures}
+        return {
+            "arrivals_ms": [[*accumulate(each, initial=first)] for each in latencies],
+            "cpu_ms": 1.0,
+            **figures,
+        }
 
 
 @pytest.fixture
@@ -101,7 +115,9 @@ def test_the_order_alternates_after_a_warm_up_and_all_else_is_recorded(bench: Be
     assert middles == pytest.approx([1.5105, 1.5065, 8])
     assert summaries[fast, 8].bytes_read_per_token == pytest.approx(2_000_000 + 1000 * 10.5)
     assert bench.progress[0] == "kvant 8-bit: loading"
-    assert bench.progress[4].endswith("8 tokens of context, kvant 8-bit: first token 50.0 ms, then 1.01 ms a token")
+    assert bench.progress[4].endswith(
+        "8 tokens of context, kvant 8-bit: first token 50.0 ms, then 1.01 ms a token"
+    )
     assert sorted(bench.ended) == [fast, slow]
 
 

@@ -33,7 +33,9 @@ def load(worker: Worker, spec: EngineSpec, model: Path) -> dict[str, Any]:
 
 
 def run(worker: Worker, *prompts: list[int], tokens: int, texts: list[str] | None = None) -> dict[str, Any]:
-    return worker.ask(command="run", prompts=prompts, texts=texts, max_tokens=tokens, together=len(prompts) > 1)
+    return worker.ask(
+        command="run", prompts=prompts, texts=texts, max_tokens=tokens, together=len(prompts) > 1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,10 @@ def test_it_ends_with_its_input(pocket_folder: Path, monkeypatch: pytest.MonkeyP
 def _stream(words: int, prompt_tokens: int, completion_tokens: int) -> list[Any]:
     word = b'data: {"choices": [{"index": 0, "text": " word"}]}\n\n'
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return [*[0.03, word] * words, b"data: " + json.dumps({"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n"]
+    return [
+        *[0.03, word] * words,
+        b"data: " + json.dumps({"usage": usage}).encode() + b"\n\ndata: [DONE]\n\n",
+    ]
 
 
 def test_a_server(worker: Worker, served: tuple[str, Reply], tmp_path: Path) -> None:
@@ -132,7 +137,8 @@ def test_a_server(worker: Worker, served: tuple[str, Reply], tmp_path: Path) -> 
     done = run(worker, [5, 6], tokens=3, texts=[" two words"])
     (times,) = done["arrivals_ms"]
     assert len(times) == 3
-    assert all(ms >= 30 * number for number, ms in enumerate(times, start=1))  # the server waits 30 ms before each
+    # the server waits 30 ms before each
+    assert all(ms >= 30 * number for number, ms in enumerate(times, start=1))
     assert (reply.bodies[0]["prompt"], reply.bodies[0]["model"]) == (" two words", "small")
     for words, prompt, completion, message in (
         (3, 9, 3, "read 9 tokens; expected 2"),
@@ -151,14 +157,21 @@ STREAMS = "kvant 8-bit|kvant full|kvant 8-bit, one by one|kvant full, one by one
 @pytest.mark.parametrize(
     ("names", "bits", "streams", "labels"),
     [
-        ("kvant mlx-lm", [0, 8, 4], False, "kvant full|kvant 8-bit|kvant 4-bit|mlx-lm|mlx-lm 8-bit|mlx-lm 4-bit"),
+        (
+            "kvant mlx-lm",
+            [0, 8, 4],
+            False,
+            "kvant full|kvant 8-bit|kvant 4-bit|mlx-lm|mlx-lm 8-bit|mlx-lm 4-bit",
+        ),
         ("mlx-lm:openblas:float32 mlx-lm", [8], False, "mlx-lm float32 OpenBLAS 8-bit|mlx-lm 8-bit"),
         ("kvant:unfused kvant:fused", [8], False, "kvant 8-bit unfused|kvant 8-bit fused"),
         ("kvant mlx-lm:float32", [8, 0], True, STREAMS),
     ],
 )
 def test_engines_and_their_labels(names: str, bits: list[int], streams: bool, labels: str) -> None:
-    assert [spec.label for spec in engine_specs(names.split(), bits, None, 64, streams=streams)] == labels.split("|")
+    assert [
+        spec.label for spec in engine_specs(names.split(), bits, None, 64, streams=streams)
+    ] == labels.split("|")
 
 
 def test_settings_of_engines() -> None:
@@ -233,5 +246,7 @@ def test_every_way_gives_the_same_tokens(
 
 def test_kernels_are_the_pools(fused_calls: list[Any]) -> None:
     for kernels, is_fused in (("unfused", False), ("fused", True)):
-        list(Kvant(EngineSpec("kvant", 0, kernels=kernels), find_model("pocket"), 512).streams(PROMPTS, TOKENS))
+        list(
+            Kvant(EngineSpec("kvant", 0, kernels=kernels), find_model("pocket"), 512).streams(PROMPTS, TOKENS)
+        )
         assert bool(fused_calls) == is_fused

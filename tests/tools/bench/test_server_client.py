@@ -1,4 +1,6 @@
-"""A streaming server as an engine, against a local one that speaks the protocol: its text, and each failure."""
+"""A streaming server as an engine, against a local one that speaks the protocol: its text, and each
+failure.
+"""
 
 import json
 import os
@@ -139,7 +141,11 @@ def test_extras_a_server_refuses_are_left_out(served: tuple[str, Reply]) -> None
     ("status", "body", "message"),
     [
         (404, b'{"error": {"message": "model \\"x\\" not found"}}', "answered 404 Not Found .*not found"),
-        (500, b"<h1>out of\n memory\x1b[31m</h1>" + b"x" * 10**6, r"answered 500 .*out of memory \[31m</h1>xxx"),
+        (
+            500,
+            b"<h1>out of\n memory\x1b[31m</h1>" + b"x" * 10**6,
+            r"answered 500 .*out of memory \[31m</h1>xxx",
+        ),
         (503, b"", "answered 503 Service Unavailable"),
         (200, b'{"error": "streaming is off"}', "with application/json: .*streaming is off"),
     ],

@@ -1,4 +1,6 @@
-"""Random models of known shapes: what is on disk, through both engines, and what is left when writing fails."""
+"""Random models of known shapes: what is on disk, through both engines, and what is left when writing
+fails.
+"""
 
 import shutil
 import tempfile
@@ -22,7 +24,9 @@ QWEN2 = Shape("tiny", "qwen2", 256, 2, 4, 2, 64, 384, 500, True, large_key_bias=
 QWEN3 = Shape("tiny3", "qwen3", 128, 2, 4, 2, 64, 384, 500, True)
 UNTIED = replace(QWEN2, name="untied", tie_word_embeddings=False)
 OTHERS = [  # four layers, of which SmolLM3's last does not rotate
-    Shape(kind, kind, 256, 4, 4, 2, 64, 384, 500, kind != "olmo2") for kind in ARCHITECTURES if "qwen" not in kind
+    Shape(kind, kind, 256, 4, 4, 2, 64, 384, 500, kind != "olmo2")
+    for kind in ARCHITECTURES
+    if "qwen" not in kind
 ]
 
 
@@ -30,7 +34,9 @@ STORED = [(shape, *to) for shape in (QWEN2, QWEN3, UNTIED, *OTHERS) for to in ((
 STORED += [(QWEN2, 8, 128), (UNTIED, 8, 64)]
 
 
-@pytest.mark.parametrize(("shape", "bits", "group_size"), STORED, ids=lambda value: getattr(value, "name", None))
+@pytest.mark.parametrize(
+    ("shape", "bits", "group_size"), STORED, ids=lambda value: getattr(value, "name", None)
+)
 def test_both_engines_read_it_and_agree(tmp_path: Path, shape: Shape, bits: int, group_size: int) -> None:
     write_random(shape, tmp_path, bits=bits, group_size=group_size, seed=3)
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -57,7 +63,9 @@ def test_a_seed_writes_the_same_bytes_again(tmp_path: Path) -> None:
         write_random(QWEN2, tmp_path / name, bits=4, seed=seed)
         found.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
     assert found[0] == found[1]
-    assert all(found[0][name] != found[2][name] for name in found[0] if "-0000" in name and "4-of" not in name)
+    assert all(
+        found[0][name] != found[2][name] for name in found[0] if "-0000" in name and "4-of" not in name
+    )
 
 
 def test_one_key_pair_a_layer_is_as_large_as_qwen2s(tmp_path: Path) -> None:
@@ -79,7 +87,9 @@ def test_shapes_are_those_of_config_json(name: str) -> None:
     assert SHAPES[POCKET].max_position_embeddings >= 8192
 
 
-@pytest.mark.parametrize(("bits", "group_size", "message"), [(3, 64, "bits is 3"), (4, 48, "group_size is 48")])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "message"), [(3, 64, "bits is 3"), (4, 48, "group_size is 48")]
+)
 def test_formats_that_cannot_be_written(tmp_path: Path, bits: int, group_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         write_random(QWEN2, tmp_path, bits=bits, group_size=group_size)

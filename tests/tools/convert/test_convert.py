@@ -1,4 +1,6 @@
-"""``kvant convert``: what it writes is read by kvant and by mlx-lm with the same logits; whole or not at all."""
+"""``kvant convert``: what it writes is read by kvant and by mlx-lm with the same logits; whole or not at
+all.
+"""
 
 import json
 import resource
@@ -64,11 +66,15 @@ Make = Callable[..., Path]
 @pytest.fixture
 def make_source(tmp_path: Path) -> Make:
     (tmp_path / "out").mkdir()
-    return lambda shards=1, **changes: _source(tmp_path / "source", _config(**changes), _reference(**changes), shards)
+    return lambda shards=1, **changes: _source(
+        tmp_path / "source", _config(**changes), _reference(**changes), shards
+    )
 
 
 def _check_loads(folder: Path) -> mx.array:
-    """kvant and mlx-lm load it, with the same logits; kvant generates. The logits. Its tokenizer: test_the_command."""
+    """kvant and mlx-lm load it, with the same logits; kvant generates. The logits. Its tokenizer:
+    test_the_command.
+    """
     model = load_model(folder)
     logits = model(mx.array([IDS]))[0]
     reference, _ = mlx_lm.utils.load_model(folder)
@@ -109,7 +115,9 @@ def _refused(source: Path, kind: type[KvantError], message: str, to: WeightForma
     [(4, 32, "affine", True), (8, 64, "affine", False), (3, 64, "affine", True), (6, 128, "affine", False),
      (4, 32, "mxfp4", True), (8, 32, "mxfp8", True), (4, 16, "nvfp4", True)],
 )  # fmt: skip
-def test_every_format(make_source: Make, tmp_path: Path, bits: int, group_size: int, mode: str, tied: bool) -> None:
+def test_every_format(
+    make_source: Make, tmp_path: Path, bits: int, group_size: int, mode: str, tied: bool
+) -> None:
     source, dest = make_source(tie_word_embeddings=tied), tmp_path / "dest"
     done = convert_folder(source, dest, WeightFormat.choose(bits, group_size, mode))
     expected = _reference(tie_word_embeddings=tied)
@@ -117,7 +125,8 @@ def test_every_format(make_source: Make, tmp_path: Path, bits: int, group_size: 
     assert relative_error(_check_loads(dest), reference_logits(expected, IDS)) < TOLERANCE
     sizes = [sum(array.nbytes for array in _tensors(folder).values()) for folder in (source, dest)]
     assert [done.source_bytes, done.bytes] == sizes
-    # A scale and a bias in float32 for each group, or a byte; 0.5 % of the weights are norms and biases in float32.
+    # A scale and a bias in float32 for each group, or a byte; 0.5 % of the weights are norms and biases in
+    # float32.
     assert done.bits_per_weight == pytest.approx(bits + (64 if mode == "affine" else 8) / group_size, abs=0.2)
     assert done.unquantized == ()
     config = _settings(dest)
@@ -157,7 +166,9 @@ def test_the_flags_of_mlx_lm_mean_what_they_mean_there(make_source: Make, tmp_pa
 
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "rope_theta": 1e6}
-CASES: dict[str, tuple[dict[str, Any], str]] = {kind: (config, "affine") for kind, config in CONFIGS.items()} | {
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    kind: (config, "affine") for kind, config in CONFIGS.items()
+} | {
     # mlx-lm reads the converted file's rotary positions: it does not read transformers 5's.
     "yarn": (llama_config(rope_parameters=YARN), "affine"),
     "yarn, mxfp4": (llama_config(rope_parameters=YARN), "mxfp4"),
@@ -178,7 +189,9 @@ def test_every_architecture(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["each", "joined"])
-@pytest.mark.parametrize("to", [FOUR_BITS, WeightFormat.choose(mode="mxfp4"), WeightFormat.choose(0, dtype="bfloat16")])
+@pytest.mark.parametrize(
+    "to", [FOUR_BITS, WeightFormat.choose(mode="mxfp4"), WeightFormat.choose(0, dtype="bfloat16")]
+)
 def test_experts_as_transformers_stores_them(tmp_path: Path, way: str, to: WeightFormat) -> None:
     config = CONFIGS["qwen3_moe"] | {"vocab_size": 1280}
     stacked = _source(tmp_path / "stacked", config, reference_model(config))
@@ -207,7 +220,9 @@ def test_another_dtype(make_source: Make, tmp_path: Path) -> None:
 
 def test_widths_that_groups_do_not_divide(make_source: Make, tmp_path: Path) -> None:
     """mlx-lm leaves such a matrix in floating point and says nothing; kvant says so."""
-    done = call("convert", str(make_source(intermediate_size=288)), str(tmp_path / "dest"), "--group-size", "64")
+    done = call(
+        "convert", str(make_source(intermediate_size=288)), str(tmp_path / "dest"), "--group-size", "64"
+    )
     assert done.returncode == 0
     assert done.stderr.splitlines()[1:] == [
         "not quantized, groups of 64 do not divide the width: model.layers.0.mlp.down_proj and 1 more"
@@ -218,7 +233,9 @@ def test_widths_that_groups_do_not_divide(make_source: Make, tmp_path: Path) -> 
 
 
 def test_an_output_head_that_config_does_not_mention(make_source: Make, tmp_path: Path) -> None:
-    """transformers leaves tie_word_embeddings out where it has its default; mlx-lm's own would drop the head."""
+    """transformers leaves tie_word_embeddings out where it has its default; mlx-lm's own would drop the
+    head.
+    """
     source = make_source(tie_word_embeddings=False)
     _change(source, tie_word_embeddings=None)
     logits = load_model(source)(mx.array([IDS]))[0]
@@ -226,7 +243,9 @@ def test_an_output_head_that_config_does_not_mention(make_source: Make, tmp_path
     assert relative_error(_check_loads(tmp_path / "dest"), logits) < 0.05
 
 
-def test_shards_and_what_is_carried_over(make_source: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_and_what_is_carried_over(
+    make_source: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def halves(weights: dict[str, mx.array]) -> list[dict[str, mx.array]]:
         names = list(weights)
         middle = len(names) // 2
@@ -247,7 +266,9 @@ def test_shards_and_what_is_carried_over(make_source: Make, tmp_path: Path, monk
     assert files == {"config.json", *tensors, "model.safetensors.index.json", *carried}
     assert all((dest / name).read_bytes() == (source / name).read_bytes() for name in carried)
     _check_loads(dest)
-    assert kvant.load(dest)[1].apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert (
+        kvant.load(dest)[1].apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    )
 
 
 def test_sources_that_are_refused(make_source: Make, tmp_path: Path) -> None:
@@ -294,7 +315,9 @@ def test_destinations_in_use(make_source: Make, tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "nowhere")
     taken = "is there already; expected a new folder's path or an empty folder"
     cases = [(str(dest), taken) for dest in (file, full, link, source)]
-    cases += [(str(tmp_path / "no" / "such" / "dest"), r"no/such: no such folder; expected one to put dest into")]
+    cases += [
+        (str(tmp_path / "no" / "such" / "dest"), r"no/such: no such folder; expected one to put dest into")
+    ]
     cases += [(name, "cannot be a folder") for name in ("x" * 5000, "~nosuchuser/x")]
     for dest, message in cases:
         with pytest.raises(ConvertError, match=message):

@@ -66,7 +66,8 @@ def test_a_folder_it_did_not_make_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [Path.touch, lambda dest: (dest / "mine").mkdir(parents=True), lambda dest: dest.symlink_to("nothing")]
+    "make",
+    [Path.touch, lambda dest: (dest / "mine").mkdir(parents=True), lambda dest: dest.symlink_to("nothing")],
 )
 def test_what_appears_meanwhile_stays(tmp_path: Path, make: Callable[[Path], None]) -> None:
     dest = tmp_path / "dest"

@@ -1,4 +1,6 @@
-"""`kvant doctor`: as its user meets it, of a GPU that is the host's Metal run, right and wrong, and of a group."""
+"""`kvant doctor`: as its user meets it, of a GPU that is the host's Metal run, right and wrong, and of a
+group.
+"""
 
 import json
 import sys
@@ -56,7 +58,9 @@ def test_a_bad_variable_or_flag_is_a_usage_error(monkeypatch: pytest.MonkeyPatch
     for command in ("doctor", "report", "bench", "chat"):
         assert "KVANT_KERNELS is 'metal'; expected" in refusal(2, command)
     monkeypatch.delenv("KVANT_KERNELS")
-    assert "--kernels is 'quick'; expected 'unfused' or 'fused'" in refusal(2, "generate", "hi", "--kernels", "quick")
+    assert "--kernels is 'quick'; expected 'unfused' or 'fused'" in refusal(
+        2, "generate", "hi", "--kernels", "quick"
+    )
 
 
 PLAIN = KernelUse(64, 64, mx.float16, 8, 32)
@@ -103,14 +107,18 @@ def test_a_kernel_that_is_right(host_gpu: None) -> None:
 @host_pytest_skip
 def test_a_format_that_the_kernel_does_not_run_for(host_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def failure(use: KernelUse, backend: str) -> str | None:
-        return f"{use}, 3 queries of a kv head: too large" if (use.head_dim, use.quant_bit) == (256, 4) else None
+        return (
+            f"{use}, 3 queries of a kv head: too large" if (use.head_dim, use.quant_bit) == (256, 4) else None
+        )
 
     monkeypatch.setattr(kernels, "probe_failure", failure)
     monkeypatch.setattr(kernels, "TIMED", ())
     kernel_record.keep({replace(PLAIN, heads=7): "failed once"}, "metal")
     found, text = diagnosed(1)
     assert dispatch.resolve(uses=[replace(PLAIN, heads=7)]) == "metal"  # what was recorded is tried again
-    with pytest.warns(RuntimeWarning, match="heads of 256, 4 bits g32, float16, 3 queries of a kv head: too large"):
+    with pytest.warns(
+        RuntimeWarning, match="heads of 256, 4 bits g32, float16, 3 queries of a kv head: too large"
+    ):
         assert dispatch.resolve(uses=[replace(PLAIN, head_dim=256, value_dim=256, quant_bit=4)]) is None
     record = f"{kernel_record.path()}: {len(found['uses']) - 2} formats right on this device, 2 not"
     assert found["record"] == record
@@ -190,12 +198,29 @@ FAST, SLOW, WRONG = _result(1, 2), _result(3, 2), _result(1, 2, "off by 1")
         ([FAST, SLOW, SLOW], "gpu", "", {}, ["set KVANT_KERNELS=unfused, or give --kernels"]),
         ([WRONG], "gpu", "", {}, ["by default kvant uses the unfused operator; report"]),
         ([WRONG], "gpu", "", {"KVANT_KERNELS": "fused"}, ["unset KVANT_KERNELS; by default"]),
-        ([], "cpu", "mlx: scipy_openblas32 is not installed", {}, ["install kvant with its extra cpu: MLX's own BLAS"]),
-        ([], "cpu", "mlx: KVANT_BLAS asks for it", {"KVANT_BLAS": "mlx"}, ["unset KVANT_BLAS: MLX's own BLAS"]),
+        (
+            [],
+            "cpu",
+            "mlx: scipy_openblas32 is not installed",
+            {},
+            ["install kvant with its extra cpu: MLX's own BLAS"],
+        ),
+        (
+            [],
+            "cpu",
+            "mlx: KVANT_BLAS asks for it",
+            {"KVANT_BLAS": "mlx"},
+            ["unset KVANT_BLAS: MLX's own BLAS"],
+        ),
     ],
 )
 def test_it_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tried: Any, device: Any, library: str, settings: dict[str, str], expected: Any
+    monkeypatch: pytest.MonkeyPatch,
+    tried: Any,
+    device: Any,
+    library: str,
+    settings: dict[str, str],
+    expected: Any,
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("KVANT_KERNELS", "KVANT_BLAS"):
@@ -239,7 +264,8 @@ def test_a_group(size: int) -> None:
     assert [each["rank"] for each in right["ranks"]] == list(range(size))
     assert all(each["host"] and each["memory_bytes"] > 2**28 for each in right["ranks"])
     trips = [each["round_trip_ms"] for each in right["ranks"]]
-    assert [trip is not None for trip in trips] == ([True, False] if size == 2 else [True] * size)  # each cable once
+    # each cable once
+    assert [trip is not None for trip in trips] == ([True, False] if size == 2 else [True] * size)
     assert (right["sum_bytes"], right["sum_ms"] > 0) == (16 * 2**20, True)
     assert not wrong["healthy"]
     assert wrong["problems"] == [f"rank 1 ({right['ranks'][1]['host']}) gets a wrong sum of whole numbers"]

@@ -1,4 +1,6 @@
-"""`kvant evidence`: a file of every part's rounds, the check of such a file, and the page made of the recorded ones."""
+"""`kvant evidence`: a file of every part's rounds, the check of such a file, and the page made of the
+recorded ones.
+"""
 
 import copy
 import json
@@ -34,7 +36,9 @@ def _worker(label: str, environment: dict[str, str]) -> Worker | InThisProcess:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rounds of every part, with the small model in the place of the random one, and mlx-lm in this process."""
+    """Few rounds of every part, with the small model in the place of the random one, and mlx-lm in this
+    process.
+    """
     monkeypatch.setattr(runner, "Worker", _worker)
     monkeypatch.setattr(measure, "CONTEXTS", (256,))
     monkeypatch.setattr(measure, "SHAPES", {"qwen2.5-0.5b": measure.SHAPES["pocket"]})
@@ -52,9 +56,15 @@ def test_every_part_is_measured_kept_and_checked(tmp_path: Path) -> None:
     record = json.loads(file.read_text("utf-8"))
     assert record == json.loads(done.stdout)
     assert record["left_out"] == []
-    assert [f"measuring {part}" for part in PARTS] == [line for line in done.stderr.splitlines() if "measuring" in line]
+    assert [f"measuring {part}" for part in PARTS] == [
+        line for line in done.stderr.splitlines() if "measuring" in line
+    ]
     (attention,) = record["attention"]
-    assert {name: len(times) for name, times in attention["ms"].items()} == {"MLX": 4, "8 bits": 4, "4 bits": 4}
+    assert {name: len(times) for name, times in attention["ms"].items()} == {
+        "MLX": 4,
+        "8 bits": 4,
+        "4 bits": 4,
+    }
     assert len(record["command_ms"]) == 4
     assert [each["bits"] for each in record["report"]["formats"]] == [4, 8]
     for model in record["models"]:
@@ -65,7 +75,9 @@ def test_every_part_is_measured_kept_and_checked(tmp_path: Path) -> None:
         (memory,) = model["memory"]
         assert 0 < memory["peak"] <= memory["planned"]
         assert memory["tokens"] == 11
-    assert {name: len(digest) for name, digest in record["models"][0]["files"].items()} == {"model.safetensors": 64}
+    assert {name: len(digest) for name, digest in record["models"][0]["files"].items()} == {
+        "model.safetensors": 64
+    }
     assert record["models"][1]["files"] == {}
     said = [name for name, _ in measure.figures(record)]
     assert sum("a token of" in name for name in said) == 2
@@ -74,7 +86,9 @@ def test_every_part_is_measured_kept_and_checked(tmp_path: Path) -> None:
     assert check.problems(record) == []
     checked = call("evidence", "--check", str(file))
     assert checked.returncode == 0, checked.stderr
-    assert checked.stdout.splitlines()[-1] == "it is as it was written, and its figures are those of its rounds"
+    assert (
+        checked.stdout.splitlines()[-1] == "it is as it was written, and its figures are those of its rounds"
+    )
     assert "left out: the fused kernel" in checked.stdout
     _check_what_is_altered(record)
     altered = copy.deepcopy(record)
@@ -108,20 +122,29 @@ def _check_what_is_altered(record: dict[str, Any]) -> None:
         "not consistent: pocket, kvant 8-bit after 8: latency_p50_ms are not those of its rounds"
     ]
     found = edited(lambda own: first(own)["runs"][0]["arrivals_ms"][0].__setitem__(-1, 1e6))
-    assert any("kvant 8-bit after 8: latency" in text or "after 8: tokens_per_s" in text for text in found), found
+    assert any("kvant 8-bit after 8: latency" in text or "after 8: tokens_per_s" in text for text in found), (
+        found
+    )
     assert edited(lambda own: first(own)["memory"][0].update(peak=10**12))[0].startswith(
         "not consistent: pocket: a peak"
     )
-    assert "weights are others" in edited(lambda own: first(own).update(files={"model.safetensors": "0" * 64}))[0]
+    assert (
+        "weights are others"
+        in edited(lambda own: first(own).update(files={"model.safetensors": "0" * 64}))[0]
+    )
     assert edited(lambda own: first(own)["drift"].update({"kvant 8-bit, 8": [99.0, 0.5]})) == [
         "not consistent: pocket: the drift is not that of its rounds"
     ]
-    assert edited(lambda own: own["models"].clear())[0].startswith("not consistent: a token of pocket is neither")
+    assert edited(lambda own: own["models"].clear())[0].startswith(
+        "not consistent: a token of pocket is neither"
+    )
     assert edited(lambda own: own.update(healthy=False)) == ["not consistent: the fused kernel was wrong: "]
     assert edited(lambda own: own.pop("models")) == ["not consistent: KeyError: 'models'"]
 
 
-def test_what_there_is_no_time_for_is_left_out_and_named(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_time_for_is_left_out_and_named(
+    small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measure, "LATEST_S", -1)
     record = measure.measure_machine("pocket", print)
     assert record["left_out"] == [f"{part}: -1 seconds had passed" for part in PARTS]
@@ -142,7 +165,9 @@ def test_what_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text("mine")
     assert f"--output: {file} exists" in refusal(2, "evidence", "--output", str(file))
-    assert "--output: the folder of" in refusal(2, "evidence", "--output", str(tmp_path / "no" / "machine.json"))
+    assert "--output: the folder of" in refusal(
+        2, "evidence", "--output", str(tmp_path / "no" / "machine.json")
+    )
     assert "expected one of --output and --check" in refusal(2, "evidence")
     assert "expected one of" in refusal(2, "evidence", "--output", str(file), "--check", str(file))
     assert "--check reads a file; expected no model" in refusal(2, "evidence", "pocket", "--check", str(file))
@@ -191,7 +216,9 @@ FORGED = "x\nit is as it was written\x1b[2J"
         ({"report": {"model": "pocket", "formats": [3]}}, "not consistent: TypeError"),
     ],
 )
-def test_a_file_of_a_stranger(tmp_path: Path, recorded: dict[str, Any], change: dict[str, Any], line: str) -> None:
+def test_a_file_of_a_stranger(
+    tmp_path: Path, recorded: dict[str, Any], change: dict[str, Any], line: str
+) -> None:
     lines = _checked(tmp_path / "file.json", recorded | change)
     assert any(line in each for each in lines), lines
 
@@ -211,14 +238,18 @@ def test_any_value_may_be_any_other(tmp_path: Path, recorded: dict[str, Any]) ->
         _checked(tmp_path / "file.json", changed)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}", "\ud800", "\0"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}", "\ud800", "\0"]
+)
 def test_what_is_no_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "file.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     assert "file.json: " in refusal(1, "evidence", "--check", str(tmp_path / "file.json"))
 
 
 def test_drift_is_the_exact_share_of_orders() -> None:
-    """Mann's test: of all orders of so many values, those with as many pairs that fall or fewer, on both sides."""
+    """Mann's test: of all orders of so many values, those with as many pairs that fall or fewer, on both
+    sides.
+    """
     values = [3.0, 1.0, 2.0, 5.0, 4.0]
 
     def falling(order: Any) -> int:

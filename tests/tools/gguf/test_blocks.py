@@ -42,7 +42,9 @@ def _values(kind: BlockType, packed: Packed) -> Array:
     if biases is not None:
         assert scales.dtype == biases.dtype == mx.float16
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    return np.array(mx.dequantize(packed["weight"], scales, biases, **kind.quantization.form).astype(mx.float32))
+    return np.array(
+        mx.dequantize(packed["weight"], scales, biases, **kind.quantization.form).astype(mx.float32)
+    )
 
 
 @pytest.mark.parametrize(("number", "kind"), TYPES, ids=NAMES)
@@ -63,7 +65,8 @@ def test_values_are_the_packages(number: int, kind: BlockType, seed: int) -> Non
     if kind.fidelity is Fidelity.EXACT:
         assert np.array_equal(found, expected)
         return
-    if kind.fidelity is Fidelity.ROUNDED:  # scale and offset by half a unit of float16 each, the smallest at least
+    # scale and offset by half a unit of float16 each, the smallest at least
+    if kind.fidelity is Fidelity.ROUNDED:
         groups = expected.reshape(-1, 32)
         largest = np.abs(blocks_to_products(blocks)).max(-1, keepdims=True)
         error = np.abs(found.reshape(-1, 32) - groups)
@@ -78,7 +81,9 @@ def test_values_are_the_packages(number: int, kind: BlockType, seed: int) -> Non
 
 
 def blocks_to_products(blocks: Array) -> Array:
-    """(groups, 2): scale and offset of each group of K blocks, one number at a time as ggml's get_scale_min_k4."""
+    """(groups, 2): scale and offset of each group of K blocks, one number at a time as ggml's
+    get_scale_min_k4.
+    """
     found = []
     for block in blocks:
         d, dmin = block[:4].view(np.float16).astype(np.float32)

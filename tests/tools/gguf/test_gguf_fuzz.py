@@ -1,4 +1,5 @@
-"""Mutated GGUF files: each is imported or refused in one line, in time and memory like the file's, and leaves nothing.
+"""Mutated GGUF files: each is imported or refused in one line, in time and memory like the file's, and leaves
+nothing.
 
 The mutations are those of scripts/fuzz.py, where each file has a process of its own.
 """

@@ -1,4 +1,6 @@
-"""Files that are refused: one line that names what was given and what was expected, and nothing left behind."""
+"""Files that are refused: one line that names what was given and what was expected, and nothing left
+behind.
+"""
 
 import os
 import struct
@@ -19,7 +21,9 @@ from kvant.tools.gguf.importer import import_gguf
 from kvant.tools.gguf.reader import open_gguf
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 704, "num_hidden_layers": 1}
-CONFIG = llama_config(**SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=32, attention_bias=False)
+CONFIG = llama_config(
+    **SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=32, attention_bias=False
+)
 CONFIG["mlp_bias"] = False
 Change = Callable[[Content], None]
 
@@ -70,7 +74,10 @@ def _bad_scale(content: Content) -> None:
 
 REFUSED: list[tuple[Change, str]] = [
     (_architecture, r"general.architecture is 'gpt_neox'; expected llama, qwen2, qwen3, qwen3moe"),
-    (_key(Keys.Attention.SLIDING_WINDOW, 64), r"llama.attention.sliding_window is 64, a setting that kvant does not"),
+    (
+        _key(Keys.Attention.SLIDING_WINDOW, 64),
+        r"llama.attention.sliding_window is 64, a setting that kvant does not",
+    ),
     (_key(Keys.Split.LLM_KV_SPLIT_COUNT, 3), r"split.count is 3; expected one file"),
     (_key(Keys.LLM.EXPERT_COUNT, 8), r"llama.expert_count is 8, a setting"),
     (_key(Keys.Attention.HEAD_COUNT, [2, 2]), r"head_count is \[2, 2\]; expected one number for every layer"),
@@ -94,8 +101,14 @@ REFUSED: list[tuple[Change, str]] = [
     (_tensor("blk.0.ffn_up.weight", "Q8_0", 64, 32), r"ffn_up.weight is \(64, 32\); expected \(64, 64\)"),
     (_tensor("token_embd.weight", "Q8_0", 100, 64), r"tokens has \d+ tokens; the embedding has 100 rows"),
     (_tensor("blk.0.attn_norm.weight", "Q8_0", 64), r"attn_norm.weight is Q8_0; expected floats"),
-    (_tensor("blk.0.attn_sinks.weight", "F32", 2), r"tensor 'blk.0.attn_sinks.weight' is none of a llama model's"),
-    (_tensor("rope_freqs.weight", "F32", 16), r"rope_freqs.weight is no scaling of Llama 3's that kvant knows"),
+    (
+        _tensor("blk.0.attn_sinks.weight", "F32", 2),
+        r"tensor 'blk.0.attn_sinks.weight' is none of a llama model's",
+    ),
+    (
+        _tensor("rope_freqs.weight", "F32", 16),
+        r"rope_freqs.weight is no scaling of Llama 3's that kvant knows",
+    ),
     (_tensor("rope_freqs.weight", "F32", 8), r"rope_freqs.weight is F32 \(8,\); expected a float32 a pair"),
     (_tensor("rope_freqs.weight", "F16", 16), r"rope_freqs.weight is F16"),
     (_bad_scale, r"tensor blk.0.attn_q.weight has a scale that is not a finite float16"),
@@ -108,13 +121,18 @@ def test_a_model_that_is_not_imported(tmp_path: Path, change: Change, message: s
     changed = content()
     change(changed)
     if change is _architecture:
-        changed.metadata = {key: value for key, value in changed.metadata.items() if not key.startswith("llama.")}
+        changed.metadata = {
+            key: value for key, value in changed.metadata.items() if not key.startswith("llama.")
+        }
     _refused(changed.write(tmp_path / "file.gguf"), message)
 
 
 def test_positions_that_are_scaled_in_two_ways(tmp_path: Path) -> None:
     changed = content()
-    changed.metadata |= {changed.key(Keys.Rope.SCALING_TYPE): "linear", changed.key(Keys.Rope.SCALING_FACTOR): 2.0}
+    changed.metadata |= {
+        changed.key(Keys.Rope.SCALING_TYPE): "linear",
+        changed.key(Keys.Rope.SCALING_FACTOR): 2.0,
+    }
     changed.tensors["rope_freqs.weight"] = (np.ones(16, np.float32), "F32")
     _refused(changed.write(tmp_path / "file.gguf"), r"rope_freqs.weight")
 
@@ -126,7 +144,9 @@ def test_an_infinite_scale_times_nothing(tmp_path: Path) -> None:
     blocks = np.zeros((64, 144), np.uint8)
     blocks[:, 1] = 0x7C
     changed.tensors["blk.0.ffn_up.weight"] = (blocks, "Q4_K")
-    _refused(changed.write(tmp_path / "file.gguf"), "blk.0.ffn_up.weight has a scale that is not a finite float16")
+    _refused(
+        changed.write(tmp_path / "file.gguf"), "blk.0.ffn_up.weight has a scale that is not a finite float16"
+    )
 
 
 def _text(text: str | bytes) -> bytes:
@@ -176,10 +196,16 @@ SPOILED: list[tuple[dict[str, Any], str]] = [
     ({"keys": 1, "metadata": _text(b"\xff")}, r"text that is not UTF-8"),
     ({"keys": 1, "metadata": _value(TEXT, struct.pack("<Q", HUGE))}, r"bytes of text; expected at most"),
     ({"keys": 1, "metadata": _value(13, b"")}, r"value of type 13; expected a number, text or an array"),
-    ({"keys": 1, "metadata": _value(ARRAY, struct.pack("<IQ", U8, HUGE))}, r"elements of an array; expected at most"),
+    (
+        {"keys": 1, "metadata": _value(ARRAY, struct.pack("<IQ", U8, HUGE))},
+        r"elements of an array; expected at most",
+    ),
     ({"keys": 1, "metadata": _value(ARRAY, struct.pack("<IQ", U8, 2**20))}, r"cut short: 1048576 bytes"),
     ({"keys": 1, "metadata": _value(ARRAY, struct.pack("<IQ", 13, 1))}, r"value of type 13"),
-    ({"keys": 1, "metadata": _value(ARRAY, struct.pack("<IQIQ", ARRAY, 1, ARRAY, 1))}, r"value of type 9; expected"),
+    (
+        {"keys": 1, "metadata": _value(ARRAY, struct.pack("<IQIQ", ARRAY, 1, ARRAY, 1))},
+        r"value of type 9; expected",
+    ),
     ({"keys": 2, "metadata": _value(U8, b"\1") * 2}, r"metadata key 'a' is there twice"),
     ({"tensors": [("t", (0,), 0, 0)]}, r"is \(0,\); expected rows of whole blocks"),
     ({"tensors": [("t", (33,), 8, 0)]}, r"is \(33,\); expected rows of whole blocks of 32"),
@@ -190,8 +216,14 @@ SPOILED: list[tuple[dict[str, Any], str]] = [
     ({"tensors": [("t", (32,), 0, 4)]}, r"has offset 4; expected a multiple of 32"),
     ({"tensors": [("t", (32,), 0, 0)] * 2}, r"tensor 't' is there twice"),
     ({"tensors": [("t", (32,), 0, 0), ("u", (32,), 0, 32)]}, r"tensor 'u' begins within another one"),
-    ({"keys": 1, "metadata": _value(U8, b"\0", "general.alignment")}, r"alignment is 0; expected an int from 1"),
-    ({"keys": 1, "metadata": _value(TEXT, _text("x"), "general.alignment")}, r"general.alignment is x; expected"),
+    (
+        {"keys": 1, "metadata": _value(U8, b"\0", "general.alignment")},
+        r"alignment is 0; expected an int from 1",
+    ),
+    (
+        {"keys": 1, "metadata": _value(TEXT, _text("x"), "general.alignment")},
+        r"general.alignment is x; expected",
+    ),
     ({"keys": 1, "metadata": _value(7, b"\1", "general.alignment")}, r"general.alignment is True; expected"),
 ]
 

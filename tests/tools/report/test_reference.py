@@ -1,4 +1,6 @@
-"""The file of llama.cpp's predictions, written here as its source says, and the report that compares with it."""
+"""The file of llama.cpp's predictions, written here as its source says, and the report that compares with
+it.
+"""
 
 import json
 import struct

@@ -1,4 +1,6 @@
-"""What `kvant report` measures, against NumPy in float64, mlx-lm's own model, and caches that are secretly broken."""
+"""What `kvant report` measures, against NumPy in float64, mlx-lm's own model, and caches that are secretly
+broken.
+"""
 
 import io
 import math
@@ -139,7 +141,9 @@ class TestTeacherForcing:
     @pytest.mark.parametrize(
         "cache_format", [CacheFormat(8, 32), CacheFormat(4, 64), CacheFormat(4, 32, bias_split=False)]
     )
-    def test_chunks_are_token_by_token(self, pocket: Pocket, heldout_ids: list[int], cache_format: CacheFormat) -> None:
+    def test_chunks_are_token_by_token(
+        self, pocket: Pocket, heldout_ids: list[int], cache_format: CacheFormat
+    ) -> None:
         """The same predictions, but for quantized values that rounding tips over."""
         whole, *others = [
             _figures(pocket[0], heldout_ids[:64], (REFERENCE, cache_format), step_size=step_size)[1]
@@ -153,7 +157,9 @@ class TestTeacherForcing:
         ids, formats = heldout_ids[:40], (REFERENCE, FORMAT)
         assert _figures(pocket[0], ids, formats, heldout_ids[40:60]) == _figures(pocket[0], ids, formats)
 
-    def test_a_reference_that_is_not_finite(self, make_checkpoint: Callable[..., tuple[Path, nn.Module]]) -> None:
+    def test_a_reference_that_is_not_finite(
+        self, make_checkpoint: Callable[..., tuple[Path, nn.Module]]
+    ) -> None:
         folder, _ = make_checkpoint()
         path = folder / "model.safetensors"
         weights = {name: mx.array(x) for name, x in mx.load(str(path)).items()}
@@ -196,8 +202,12 @@ CHANGES: dict[str, Change] = {
 class TestBrokenFormats:
     """Caches that are secretly broken show in the figures, and in the layer where they are broken."""
 
-    @pytest.mark.parametrize(("what", "layers"), [("a scale", (0, 1, 2, 3)), ("tokens", (1,)), ("heads", (2,))])
-    def test_it_shows(self, pocket: Pocket, heldout_ids: list[int], what: str, layers: tuple[int, ...]) -> None:
+    @pytest.mark.parametrize(
+        ("what", "layers"), [("a scale", (0, 1, 2, 3)), ("tokens", (1,)), ("heads", (2,))]
+    )
+    def test_it_shows(
+        self, pocket: Pocket, heldout_ids: list[int], what: str, layers: tuple[int, ...]
+    ) -> None:
         text = Text("a text", (tuple(heldout_ids[:128]),), 0)
         report = measure("pocket", pocket[0], text, [FORMAT, Broken(CHANGES[what], layers)])
         healthy, found = report.results
@@ -238,7 +248,9 @@ def test_a_layers_error_is_that_of_its_attention() -> None:
     for part in (slice(0, 20), slice(20, 30)):
         both.attend(query[:, :, part], key[:, :, part], value[:, :, part])
     exact, given = (
-        np.array(QuantizedKVCache(30, 2, 64, kv_bits=bits, dtype=mx.float32).attend(query, key, value), np.float64)
+        np.array(
+            QuantizedKVCache(30, 2, 64, kv_bits=bits, dtype=mx.float32).attend(query, key, value), np.float64
+        )
         for bits in (0, 8)
     )
     assert both.squares[0] == pytest.approx((exact**2).sum(), rel=1e-5)
@@ -249,7 +261,11 @@ def test_the_smallest_text_there_can_be(make_checkpoint: Callable[..., tuple[Pat
     model = load_decoder(make_checkpoint()[0])
     progress: list[tuple[int, int]] = []
     report: Report = measure(
-        "random", model, Text("two tokens", ((5, 9),), 0), [REFERENCE, FORMAT], progress=lambda *of: progress.append(of)
+        "random",
+        model,
+        Text("two tokens", ((5, 9),), 0),
+        [REFERENCE, FORMAT],
+        progress=lambda *of: progress.append(of),
     )
     assert [r.format for r in report.results] == [REFERENCE, FORMAT]
     assert report.results[0] is report.reference

@@ -19,7 +19,13 @@ from kvant.models import Decoder, load_decoder
 from kvant.text.prompt import encode_rendered, render_chat
 from kvant.tools.report.formats import CacheFormat, check_formats, default_formats
 from kvant.tools.report.runs import answer, answer_after_hit
-from kvant.tools.report.texts import built_in_text, heldout_documents, read_dialogue, recall_dialogues, text_file
+from kvant.tools.report.texts import (
+    built_in_text,
+    heldout_documents,
+    read_dialogue,
+    recall_dialogues,
+    text_file,
+)
 
 Pocket = tuple[Decoder, Any]
 FORMAT = CacheFormat(8, 32)
@@ -51,7 +57,9 @@ class TestQuestions:
                 found.append(answer(model, FORMAT.make_cache(model, len(conversation.ids)), conversation)[-1])
                 ids = encode_rendered(tokenizer, render_chat(tokenizer, document["messages"]))
                 cache = FORMAT.make_cache(model, len(ids) + 24)
-                written.append(generate(model, tokenizer, ids, max_tokens=24, prompt_cache=cache).strip() == given)
+                written.append(
+                    generate(model, tokenizer, ids, max_tokens=24, prompt_cache=cache).strip() == given
+                )
         assert found == written
         assert {*found} == {True, False}
 
@@ -103,7 +111,12 @@ class TestTexts:
          (b"9" * 20, "at most 16"), (None, "No such file")],
     )  # fmt: skip
     def test_files_that_cannot_be_read(
-        self, pocket: Pocket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes | None, message: str
+        self,
+        pocket: Pocket,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        data: bytes | None,
+        message: str,
     ) -> None:
         monkeypatch.setattr("kvant.tools.report.texts.MAX_FILE_BYTES", 16)
         if data is not None:
@@ -145,7 +158,9 @@ def test_json_of_a_text(tmp_path: Path) -> None:
     text = tmp_path / "a text.txt"
     text.write_text("The fox went home. " * 20, encoding="utf-8")
     found = json.loads(
-        report("--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0,4g32:nosplit:pmx", "--json")
+        report(
+            "--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0,4g32:nosplit:pmx", "--json"
+        )
     )
     assert found["model"] == "pocket"
     assert found["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}

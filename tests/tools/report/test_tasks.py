@@ -46,7 +46,8 @@ def resolved(text: str) -> dict[str, str]:
     values: dict[str, str] = {}
     for name, given in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
         assert name not in values
-        values[name] = given if given.isdecimal() else values[given]  # one that is not there yet is a KeyError
+        # one that is not there yet is a KeyError
+        values[name] = given if given.isdecimal() else values[given]
     return values
 
 
@@ -80,7 +81,9 @@ def test_a_score_by_hand(answer: str, expected: Sequence[str], right: float) -> 
 def test_rows_by_hand() -> None:
     two = Sample("a", 10, (1,), 5, ("x", "y")), Sample("a", 10, (2,), 5, ("z",))
     one = Sample("b", 10, (3,), 5, ("x",))
-    first, second = task_rows([*two, one], {REFERENCE: ["x", "z", "-"], CacheFormat(8, 32): ["x y", "z", "-"]})
+    first, second = task_rows(
+        [*two, one], {REFERENCE: ["x", "z", "-"], CacheFormat(8, 32): ["x y", "z", "-"]}
+    )
     assert (first["kind"], first["tokens"], first["samples"], second["samples"]) == ("a", 10, 2, 1)
     full, eight = first["formats"]
     assert full == {"format": "0", "score_percent": 75.0, "same_answers": 2}
@@ -120,7 +123,9 @@ def test_what_is_expected_is_where_it_should_be(made: list[tuple[Sample, str]]) 
         for each in sample.expected:
             assert prompt.count(f" {verb} {each}.") == 1
         if sample.kind != "values" and sample.tokens == 900:
-            depths.setdefault(sample.kind, []).append(prompt.index(f" {verb} {sample.expected[0]}.") / len(prompt))
+            depths.setdefault(sample.kind, []).append(
+                prompt.index(f" {verb} {sample.expected[0]}.") / len(prompt)
+            )
     for own in depths.values():
         assert own == pytest.approx([0.125, 0.375, 0.625, 0.875], abs=0.12)
 
@@ -134,9 +139,13 @@ def test_seeds(pocket: Pocket) -> None:
 
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
 def test_a_prompt_and_its_answer_fill_the_length(family: str, tmp_path: Path) -> None:
-    """Of a text that has no sentences and is repeated, and tokenizers that know few words, without a template."""
+    """Of a text that has no sentences and is repeated, and tokenizers that know few words, without a
+    template.
+    """
     tokenizer = make_tokenizer(tmp_path, family)
-    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog, isn't it? " * 9, encoding="utf-8")
+    (tmp_path / "a.txt").write_text(
+        "The quick brown fox jumps over the lazy dog, isn't it? " * 9, encoding="utf-8"
+    )
     text = haystack(tmp_path / "a.txt")
     for sample in make_samples(tokenizer, text, [700, 1100], 2, 0):
         size = len(sample.ids) + sample.max_tokens
@@ -158,7 +167,9 @@ def test_answers_are_those_of_generation(pocket: Pocket) -> None:
     for cache, texts in found.items():
         for sample, text in zip(samples, texts, strict=True):
             own = cache.make_cache(model, 512)
-            assert text == generate(model, tokenizer, sample.ids, max_tokens=sample.max_tokens, prompt_cache=own)
+            assert text == generate(
+                model, tokenizer, sample.ids, max_tokens=sample.max_tokens, prompt_cache=own
+            )
     assert found[whole] == found[REFERENCE]
     rows = {row["kind"]: row["formats"] for row in task_rows(samples, found)}
     assert rows["facts"][0]["score_percent"] > 0  # it was trained on such questions
@@ -200,13 +211,17 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--text", str(text), "--tokens", "64", "--formats", "0,8g32", "--tasks", "448", "--samples", "1")
     flags += ("--seed", "7")
     made: list[Any] = []
-    monkeypatch.setattr(tasks, "answer_samples", lambda *given: made.append(answer_samples(*given)) or made[0])
+    monkeypatch.setattr(
+        tasks, "answer_samples", lambda *given: made.append(answer_samples(*given)) or made[0]
+    )
     done = call("report", *flags, "--json")
     monkeypatch.setattr(tasks, "answer_samples", lambda *_: made[0])  # what is printed is what was found
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert found["seed"] == 7
-    assert [(row["kind"], row["tokens"], row["samples"]) for row in found["tasks"]] == [(k, 448, 1) for k in KINDS]
+    assert [(row["kind"], row["tokens"], row["samples"]) for row in found["tasks"]] == [
+        (k, 448, 1) for k in KINDS
+    ]
     assert all([each["format"] for each in row["formats"]] == ["0", "8g32"] for row in found["tasks"])
     assert all(row["formats"][0]["same_answers"] == 1 for row in found["tasks"])
     printed = call("report", *flags).stdout.splitlines()

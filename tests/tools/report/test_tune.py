@@ -1,4 +1,6 @@
-"""Tuning finds what was planted, in a model that is the same without quantization, and the command that does it."""
+"""Tuning finds what was planted, in a model that is the same without quantization, and the command that
+does it.
+"""
 
 import json
 import re
@@ -71,7 +73,8 @@ def test_layers_get_more_bits_until_it_is_enough(
 
 
 def test_keys_alone_get_more_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of random tokens are large, which no part of a front mends; of values a group has one number that is not 0.
+    """Keys of random tokens are large, which no part of a front mends; of values a group has one number that
+    is not 0.
 
     4 bits hold that as well as 8. So the keys of some layers alone leave as little as these layers do.
     """
@@ -79,7 +82,9 @@ def test_keys_alone_get_more_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     few = mx.array([float(n % 16 == 5) for n in range(64)])
     attend = PoolLayerView.attend
     monkeypatch.setattr(
-        PoolLayerView, "attend", lambda self, query, key, value, *rest: attend(self, query, key, 8 * few * value, *rest)
+        PoolLayerView,
+        "attend",
+        lambda self, query, key, value, *rest: attend(self, query, key, 8 * few * value, *rest),
     )
     places = mx.random.bernoulli(1 / 8, (400,), key=mx.random.key(1))
     ids = [(7 * i * i + 31 * i) % 300 for i in range(800)]
@@ -128,7 +133,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert tuned["kv_format"] == str(file)
     assert four["bytes"]["cache"] < tuned["bytes"]["cache"] < eight["bytes"]["cache"]
     for arguments, code, reason in (
-        (["generate", "--kv-format", str(file), "--kv-bits", "8"], 2, "--kv-bits is 8; it goes by the --kv-format"),
+        (
+            ["generate", "--kv-format", str(file), "--kv-bits", "8"],
+            2,
+            "--kv-bits is 8; it goes by the --kv-format",
+        ),
         (["generate", "--kv-format", str(tmp_path)], 2, "not a regular file"),
         (["report", "--kv-bits", "4"], 2, "--kv-bits is 4; it goes with --tune"),
         (["report", "--tune", str(tmp_path / "no" / "x")], 2, "does not exist"),

@@ -32,7 +32,10 @@ def chat(
     run: RunOptions,
     sampling: SamplingOptions,
     markdown: Annotated[
-        bool, typer.Option("--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are.")
+        bool,
+        typer.Option(
+            "--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are."
+        ),
     ] = True,
     overflow: Annotated[
         Literal["forget", "stop"],
@@ -41,7 +44,8 @@ def chat(
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Keep the conversation in this file: loaded where it exists, saved when the chat ends."
+            metavar="FILE",
+            help="Keep the conversation in this file: loaded where it exists, saved when the chat ends.",
         ),
     ] = None,
     disk_cache: options.DiskCacheFolder = None,
@@ -58,7 +62,9 @@ def chat(
         signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
     with _silent():
         hashes = prompt_cache_file is not None
-        session = open_session(run, context.obj, sampling, announce=False, talks=True, disk=disk, hashes=hashes)
+        session = open_session(
+            run, context.obj, sampling, announce=False, talks=True, disk=disk, hashes=hashes
+        )
     unchanged = run.raw or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
     view: View = "unchanged" if unchanged else "markdown" if markdown else "plain"
     talk = Talk(run, sampling, session, view, overflow)
@@ -73,7 +79,9 @@ def chat(
 
 
 def _converse(talk: Talk) -> None:
-    """Read and answer until the input ends or the user leaves. An error is one line, and the conversation goes on."""
+    """Read and answer until the input ends or the user leaves. An error is one line, and the conversation
+    goes on.
+    """
     read: Callable[[], str] = input
     if sys.stdin.isatty():  # lines can be edited
         from kvant.cli.chat.prompt import Prompt
@@ -115,7 +123,8 @@ def _silent() -> Iterator[None]:
         return
     terminal = sys.stdin.fileno()
     found = termios.tcgetattr(terminal)
-    # Without NOFLSH, Ctrl-C would throw away what is written and not shown yet, and rows would be counted wrong.
+    # Without NOFLSH, Ctrl-C would throw away what is written and not shown yet, and rows would be counted
+    # wrong.
     silent = [*found[:3], found[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH, *found[4:]]
 
     def restore() -> None:

@@ -28,7 +28,9 @@ class Command:
 
 
 def find(line: str) -> Command | str | None:
-    """The command of a line; None: it is for the model, as a path is, or text after //; or why it is neither."""
+    """The command of a line; None: it is for the model, as a path is, or text after //; or why it is
+    neither.
+    """
     if not line.startswith("/") or line.startswith("//"):
         return None
     name = line.split(maxsplit=1)[0]
@@ -83,7 +85,11 @@ def _system(talk: Talk, argument: str) -> None:
     conversation = talk.conversation
     if not argument:
         current = conversation.system_prompt
-        notice("there is no system prompt" if current is None else f'system prompt: {current}\n/system "" removes it')
+        notice(
+            "there is no system prompt"
+            if current is None
+            else f'system prompt: {current}\n/system "" removes it'
+        )
     elif argument == '""':
         conversation.set_system_prompt(None)
         notice("the system prompt is removed", talk.run.quiet)
@@ -115,7 +121,9 @@ def _stats(talk: Talk, argument: str) -> None:
     lines = [f"conversation: {_held(talk)}"]
     if statistics.last is not None:
         reused = talk.conversation.reused_tokens
-        lines.append(f"last turn: {reused} tokens were in the cache, {statistics.last.prompt_tokens} were fed")
+        lines.append(
+            f"last turn: {reused} tokens were in the cache, {statistics.last.prompt_tokens} were fed"
+        )
     lines.append(f"cache: {talk.session.describe_cache()}")
     notice("\n".join([*lines, *statistics.lines(talk.session), talk.session.sampling_line]))
 
@@ -168,7 +176,9 @@ def _set(talk: Talk, argument: str) -> None:
     given, _, text = argument.partition(" ")
     name = given.replace("-", "_")
     if name not in SETTINGS:
-        raise ArgumentError(f"/set {given}", f"is no option{did_you_mean(name, SETTINGS) or '; /set lists them'}")
+        raise ArgumentError(
+            f"/set {given}", f"is no option{did_you_mean(name, SETTINGS) or '; /set lists them'}"
+        )
     if not text.strip():
         raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
     value = _value(name, text.strip())
@@ -205,13 +215,24 @@ SETTINGS = ("max_tokens", *OPTIONS)
 COMMANDS = (
     Command(("/help", "/?"), "", "lists the commands", _help),
     Command(("/exit", "/quit", "/bye"), "", "ends the conversation", _leave),
-    Command(("/retry",), "", "answers the last question again", lambda talk, _: talk.answer(talk.conversation.retry)),
-    Command(("/edit",), "[TEXT]", "asks TEXT instead of the last question; without TEXT you edit that", _edit),
+    Command(
+        ("/retry",),
+        "",
+        "answers the last question again",
+        lambda talk, _: talk.answer(talk.conversation.retry),
+    ),
+    Command(
+        ("/edit",), "[TEXT]", "asks TEXT instead of the last question; without TEXT you edit that", _edit
+    ),
     Command(("/undo",), "", "takes the last question and its answer back", _undo),
     Command(("/reset",), "", "forgets every turn; the system prompt stays", _reset),
     Command(("/system",), "[TEXT]", "sets the system prompt, or shows it", _system),
     Command(
-        ("/set",), "[NAME VALUE]", "sets an option of sampling or max_tokens, or shows all", _set, completes="setting"
+        ("/set",),
+        "[NAME VALUE]",
+        "sets an option of sampling or max_tokens, or shows all",
+        _set,
+        completes="setting",
     ),
     Command(("/save",), "PATH", "saves the conversation and its cache", _save, needs=True, completes="path"),
     Command(("/load",), "PATH", "goes on with a saved conversation", _load, needs=True, completes="path"),

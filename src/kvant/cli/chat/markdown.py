@@ -1,7 +1,7 @@
 """Markdown on a terminal while it is still being written: blocks that are finished, and the block under way.
 
-Rich renders a block. What a model wrote is never rich's own markup, and no part of it is left out: HTML, the address
-of a link and the definition of one are shown as text.
+Rich renders a block. What a model wrote is never rich's own markup, and no part of it is left out: HTML, the
+address of a link and the definition of one are shown as text.
 """
 
 import copy
@@ -45,7 +45,9 @@ TRAILING = re.compile(r"(?: |m[0-9;]*\[\x1b)*")  # of a line read backwards, so 
 
 
 def highlighted(code: str, language: str) -> list[Text]:
-    text = Syntax("", language or "text", theme="ansi_dark", background_color="default", tab_size=0).highlight(code)
+    text = Syntax(
+        "", language or "text", theme="ansi_dark", background_color="default", tab_size=0
+    ).highlight(code)
     return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]
 
 
@@ -54,7 +56,9 @@ class _Heading(elements.Heading):
 
 
 class _List(elements.ListElement):
-    """Numbers as they are written, and as wide in the first item as in the tenth: items are rendered one by one."""
+    """Numbers as they are written, and as wide in the first item as in the tenth: items are rendered one
+    by one.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         ordered = self.list_type == "ordered_list_open"
@@ -96,7 +100,11 @@ class _Markdown(elements.Markdown):
         for token in tokens:
             for child in token.children or ():
                 if child.type == "image":
-                    child.type, child.tag, child.content = "text", "", f"{child.content} ({child.attrs.get('src')})"
+                    child.type, child.tag, child.content = (
+                        "text",
+                        "",
+                        f"{child.content} ({child.attrs.get('src')})",
+                    )
                     child.children = None
         self.parsed = tokens
 
@@ -125,7 +133,9 @@ class Renderer:
 
 
 def _shown(line: str) -> str:
-    """A rendered line without the spaces at its end, with escapes for what a terminal would obey beside styles."""
+    """A rendered line without the spaces at its end, with escapes for what a terminal would obey beside
+    styles.
+    """
     backwards = TRAILING.match(line[::-1])
     filling = backwards.end() if backwards else 0
     line = line[: len(line) - filling]
@@ -144,7 +154,9 @@ class PlainText:
         self._source = (self._source + text).replace("\r\n", "\n")
 
     def finished(self, width: int, *, ended: bool = False) -> list[str]:
-        """Lines that are final, each given once; ``ended``: no text follows. Empty lines at the end are left out."""
+        """Lines that are final, each given once; ``ended``: no text follows. Empty lines at the end are
+        left out.
+        """
         text = self._source.rstrip()
         end = len(text) if ended else text.rfind("\n") + 1
         done, self._source = self._source[:end], self._source[end:]
@@ -160,14 +172,17 @@ class PlainText:
 
 
 class MarkdownText(PlainText):
-    """Text that grows, as markdown, by blocks. Of a long one, items of a list or lines of code are given when final."""
+    """Text that grows, as markdown, by blocks. Of a long one, items of a list or lines of code are given
+    when final.
+    """
 
     def __init__(self, renderer: Renderer) -> None:
         super().__init__(renderer)
         self._separate = False  # something was given: an empty line comes before the next block
         self._items = 0  # of the list under way, given before
         self._first = 1  # the number of its first item
-        self._code_lines: int | None = None  # of the code under way, given before; None: not even its first line
+        # of the code under way, given before; None: not even its first line
+        self._code_lines: int | None = None
 
     def finished(self, width: int, *, ended: bool = False) -> list[str]:
         return self._take(width, ended, None)
@@ -226,7 +241,9 @@ class MarkdownText(PlainText):
     def _list(self, tokens: list[Token], width: int, found: list[str], is_last: bool) -> int:
         """Append the lines of finished items to ``found``; the source line after them."""
         opening, closing = tokens[0], tokens[-1]
-        starts = [index for index, token in enumerate(tokens) if token.type == "list_item_open" and token.level == 1]
+        starts = [
+            index for index, token in enumerate(tokens) if token.type == "list_item_open" and token.level == 1
+        ]
         if not self._items:
             self._first = int(opening.attrs.get("start", 1))
         opening.attrs["start"] = self._first + self._items

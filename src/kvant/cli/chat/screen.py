@@ -58,7 +58,9 @@ class Screen:
             if self._text is not None:
                 self._final += [*self._text.finished(self._width, ended=True), ""]
             plain = is_thinking or not self._markdown
-            self._text = PlainText(self._renderer, "dim" * is_thinking) if plain else MarkdownText(self._renderer)
+            self._text = (
+                PlainText(self._renderer, "dim" * is_thinking) if plain else MarkdownText(self._renderer)
+            )
             self._is_thinking = is_thinking
         self._text.add(text)
 
@@ -71,7 +73,8 @@ class Screen:
         under_way = [] if ended else self._text.current(self._width)[-room:]
         drawn = erase + "".join(f"{line}\n" for line in final) + "\n".join(under_way)
         self._final, self._rows = [], max(1, len(under_way))
-        self._stream.write(drawn)  # no Ctrl-C between: rows that are not there would be erased above the answer
+        # no Ctrl-C between: rows that are not there would be erased above the answer
+        self._stream.write(drawn)
         self._stream.flush()
 
     def _erase(self, ended: bool) -> str | None:
@@ -84,8 +87,8 @@ class Screen:
             return "\r" + f"\x1b[{self._rows - 1}A" * (self._rows > 1) + ERASE_BELOW
         if now - self._seen_at < STEADY_S and not ended:
             return None
-        # Where the lines are now only the terminal knows. What it shows moves into its history, and the answer is
-        # printed anew.
+        # Where the lines are now only the terminal knows. What it shows moves into its history, and the
+        # answer is printed anew.
         self._size, self._text, self._final = size, None, []
         for is_thinking, text in self._pieces:
             self._add(text, is_thinking)

@@ -1,4 +1,6 @@
-"""A conversation as the command holds it: the model, the cache, what the user set, and how an answer is shown."""
+"""A conversation as the command holds it: the model, the cache, what the user set, and how an answer is
+shown.
+"""
 
 import shutil
 import sys
@@ -27,7 +29,8 @@ def notice(text: str, quiet: bool = False) -> None:
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns - 1
         text = "\n".join(
-            textwrap.fill(line, columns, subsequent_indent="  ", break_on_hyphens=False) for line in text.split("\n")
+            textwrap.fill(line, columns, subsequent_indent="  ", break_on_hyphens=False)
+            for line in text.split("\n")
         )
     terminal.say(text, quiet)
 
@@ -62,7 +65,9 @@ class Talk:
         self.wanted = wanted
 
     def status(self, columns: int) -> str:
-        """The model, the context used of the reserved one, the cache, the speed of the last answer; as fits."""
+        """The model, the context used of the reserved one, the cache, the speed of the last answer; as
+        fits.
+        """
         reserved, used = self.conversation.limit, str(self.conversation.num_tokens)
         parts = [
             self.session.name.rstrip("/").rsplit("/", 1)[-1],

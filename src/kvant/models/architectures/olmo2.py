@@ -1,4 +1,6 @@
-"""OLMo 2: norms after attention and MLP, not before. All queries of a token are normalized together, and all keys."""
+"""OLMo 2: norms after attention and MLP, not before. All queries of a token are normalized together, and
+all keys.
+"""
 
 from kvant.models.architectures.table import MLP, OUTPUT, QKV, Architecture, Parameter
 

@@ -1,4 +1,6 @@
-"""Qwen3-MoE: a Qwen3 whose layers have experts. mlp_only_layers and decoder_sparse_step leave some with one MLP."""
+"""Qwen3-MoE: a Qwen3 whose layers have experts. mlp_only_layers and decoder_sparse_step leave some with
+one MLP.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +15,15 @@ EXPERTS, PER_TOKEN, INNER_SIZE = 128, 8, 768  # if config.json says nothing
 WINDOW = 4096
 
 
-# Paths are those of mlx-lm's stacks. Published files have each expert by itself; transformers can write them joined.
+# Paths are those of mlx-lm's stacks. Published files have each expert by itself; transformers can write them
+# joined.
 def _experts(name: str, joined: str, shape: tuple[str, ...]) -> Parameter:
     """A projection of all experts, of which ranks divide the inner features."""
     each, inner = f"mlp.experts.{{}}.{name}", shape.index("expert_inner")
     whole = f"mlp.experts.{joined}_proj"
-    return Parameter(f"mlp.switch_mlp.{name}", f"experts_{joined}", shape, shard=inner, each=each, joined=whole)
+    return Parameter(
+        f"mlp.switch_mlp.{name}", f"experts_{joined}", shape, shard=inner, each=each, joined=whole
+    )
 
 
 ROUTER_AND_EXPERTS = (
@@ -39,7 +44,9 @@ def expert_settings(raw: Mapping[str, Any], layers: int) -> ExpertSettings:
     count = next(iter(counts.values()), EXPERTS)
     per_token = size(raw, "num_experts_per_tok", default=PER_TOKEN)
     if per_token > count:
-        raise ModelError(f"config.json: num_experts_per_tok is {per_token}; expected at most num_experts, {count}")
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {per_token}; expected at most num_experts, {count}"
+        )
     step, dense = size(raw, "decoder_sparse_step", default=1), _dense_layers(raw, layers)
     return ExpertSettings(
         count=count,
@@ -54,15 +61,20 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> list[int]:
     found = raw.get("mlp_only_layers")
     if found is None:
         return []
-    if not isinstance(found, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in found):
+    if not isinstance(found, list) or any(
+        type(layer) is not int or not 0 <= layer < layers for layer in found
+    ):
         raise ModelError(
-            f"config.json: mlp_only_layers is {shown(found)}; expected a list of layers from 0 to {layers - 1}"
+            f"config.json: mlp_only_layers is {shown(found)}; expected a list of layers from 0 to "
+            f"{layers - 1}"
         )
     return found
 
 
 def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
-    """As :attr:`Architecture.windows`: if it is on, it is for every layer, whatever max_window_layers says."""
+    """As :attr:`Architecture.windows`: if it is on, it is for every layer, whatever max_window_layers
+    says.
+    """
     if not flag(raw, "use_sliding_window") or raw.get("sliding_window", WINDOW) is None:
         return (None,) * layers
     return (size(raw, "sliding_window", default=WINDOW),) * layers

@@ -12,7 +12,9 @@ from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS
 
 
 def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """As :attr:`Architecture.rotates`: ``no_rope_layers`` has a 1 for each layer that does, in spite of its name."""
+    """As :attr:`Architecture.rotates`: ``no_rope_layers`` has a 1 for each layer that does, in spite of
+    its name.
+    """
     said = raw.get("no_rope_layers")
     if said is None:
         interval = size(raw, "no_rope_layer_interval", default=4)
@@ -22,7 +24,9 @@ def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
         or len(said) != layers
         or any(type(one) is not int or one not in (0, 1) for one in said)
     ):
-        raise ModelError(f"config.json: no_rope_layers is {shown(said)}; expected {layers} times 0 or 1, one a layer")
+        raise ModelError(
+            f"config.json: no_rope_layers is {shown(said)}; expected {layers} times 0 or 1, one a layer"
+        )
     return tuple(one == 1 for one in said)
 
 

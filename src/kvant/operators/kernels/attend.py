@@ -14,13 +14,15 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (8, 16, 32, 64, 128)
 MAX_NEW_TOKENS = 8
 PAGE_SIZE = 128  # rows of a pool's page
-# Of a simdgroup, at most. Each takes 16 registers or more of a thread: Apple's GPUs have 128, NVIDIA's 255. With more
-# queries a row is loaded and made floats for more of them at once; with fewer a GPU runs more threads at a time.
+# Of a simdgroup, at most. Each takes 16 registers or more of a thread: Apple's GPUs have 128, NVIDIA's 255.
+# With more queries a row is loaded and made floats for more of them at once; with fewer a GPU runs more
+# threads at a time.
 QUERIES: dict[Backend, int] = {"metal": 4, "cuda": 8}
 MAX_QUERY_GROUPS = 8  # 256 threads a threadgroup. At this register count Apple's GPUs run at most 384
 BIAS_WEIGHTS = 2048  # floats of threadgroup memory for the split-off bias: 8 KiB of Metal's 32
 SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
-THREADGROUPS = 1024  # wanted: enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4)
+# wanted: enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4)
+THREADGROUPS = 1024
 COMBINE_SIMDGROUPS = 8
 THREAD_VALUES = 8  # that a thread quantizes
 
@@ -54,35 +56,39 @@ def attend(
 
     Args:
         query: (B, H, S, D).
-        cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits; with ``pages`` a pool's (2, K, rows, D').
-            Rows that hold no token of a sequence are not read. Keys and values of different widths or bits lie side
-            by side: 1 in place of 2, and D' for both.
+        cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits; with ``pages`` a pool's (2, K,
+            rows, D'). Rows that hold no token of a sequence are not read. Keys and values of different widths
+            or bits lie side by side: 1 in place of 2, and D' for both.
         scale: with D/G in place of D', or None at 0 bits.
         value_bit: of values; 0: as of keys.
         offset: integers, the tokens before the new ones: () or (1,) for all sequences, or (B,), one each.
         score_scale: of the scores; None: 1 / sqrt(D).
         softcap: scores become softcap * tanh(score / softcap); 0: they stay.
         slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
-        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S if they share it and T of the longest sequence.
-            A boolean mask keeps True; another is added. Column j is row j of a sequence.
+        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S if they share it and T of the longest
+            sequence. A boolean mask keeps True; another is added. Column j is row j of a sequence.
         sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
         window: positions that a query sees, its own included; None: all.
-        pages: (B, N) integers, the numbers of a sequence's pages of 128 rows. Entries past its rows are not read.
+        pages: (B, N) integers, the numbers of a sequence's pages of 128 rows. Entries past its rows are not
+            read.
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
         rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`.
 
     Returns:
-        (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's numbers do not
-        depend on the others.
+        (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's
+        numbers do not depend on the others.
     """
     B, H, S, D = query.shape
     K, Dv = cache.shape[-3], value_dim_of(cache, D, quant_bit, value_bit)
     most = cache.shape[-2] if pages is None else pages.shape[1] * PAGE_SIZE
-    query_tiles, query_groups, simdgroups, queries = threadgroup_shape(H // K * S, len(pairs), backend, max(D, Dv))
+    query_tiles, query_groups, simdgroups, queries = threadgroup_shape(
+        H // K * S, len(pairs), backend, max(D, Dv)
+    )
     wanted = num_splits(K * query_tiles)
     splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))
-    splits = max(splits, -(-SMALL // (B * H * S)))  # the second pass reads no small array, which is another kernel
+    # the second pass reads no small array, which is another kernel
+    splits = max(splits, -(-SMALL // (B * H * S)))
     causal = is_causal or bool(slopes)
     settings = (int(causal), window or 0, wanted, simdgroups)
     offset = offset.reshape(-1).astype(mx.int32)
@@ -164,8 +170,8 @@ def quantize_tokens(
     With ``fit`` 4 bits are those of :func:`kvant.operators.quantization.quantize_fitted`.
 
     Returns:
-        32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S, D/G). Keys and
-        values of different widths or bits lie side by side: (1, B, 1, K, S, ...).
+        32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S,
+        D/G). Keys and values of different widths or bits lie side by side: (1, B, 1, K, S, ...).
     """
     (B, K, S, D), Dv, value_bit = key.shape, value.shape[3], value_bit or quant_bit
     shape, width, bits = (1, B, 2, K, S), D, D * quant_bit
@@ -186,7 +192,8 @@ def quantize_tokens(
 def unsupported_reason(
     query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int, value_dim: int | None = None
 ) -> str | None:
-    """Why the kernel does not take a call; None: it takes it. Any number of heads, kv heads and tokens is taken.
+    """Why the kernel does not take a call; None: it takes it. Any number of heads, kv heads and tokens is
+    taken.
 
     Args:
         query_shape: (B, H, S, D).
@@ -204,7 +211,9 @@ def unsupported_reason(
 
 
 def value_dim_of(cache: mx.array, key_dim: int, quant_bit: int, value_bit: int) -> int:
-    """The width of values in a cache (..., 2, K, T, D'), or beside keys of ``key_dim`` in (..., 1, K, T, last)."""
+    """The width of values in a cache (..., 2, K, T, D'), or beside keys of ``key_dim`` in (..., 1, K, T,
+    last).
+    """
     if cache.shape[-4] == 2:
         return key_dim
     element = 8 * cache.dtype.size  # bits of what is not quantized
@@ -213,19 +222,22 @@ def value_dim_of(cache: mx.array, key_dim: int, quant_bit: int, value_bit: int) 
 
 
 def num_splits(heads: int) -> int:
-    """Splits of a sequence's rows, at most: so many that ``heads`` threadgroups for each make ``THREADGROUPS``.
+    """Splits of a sequence's rows, at most: so many that ``heads`` threadgroups for each make
+    ``THREADGROUPS``.
 
-    It depends neither on the number of sequences nor on their tokens. So one's numbers are the same in any company, and
-    nothing is compiled again as a cache fills.
+    It depends neither on the number of sequences nor on their tokens. So one's numbers are the same in any
+    company, and nothing is compiled again as a cache fills.
     """
     return max(1, THREADGROUPS // heads)
 
 
 def threadgroup_shape(queries: int, pairs: int, backend: Backend, width: int) -> tuple[int, int, int, int]:
-    """How the queries of a kv head (query heads times new tokens) are distributed. ``width``: of a key or value.
+    """How the queries of a kv head (query heads times new tokens) are distributed. ``width``: of a key or
+    value.
 
     Returns:
-        query_tiles: threadgroups that read the same tokens, each for its own queries; 1 for up to 32 queries on Metal.
+        query_tiles: threadgroups that read the same tokens, each for its own queries; 1 for up to 32 queries
+            on Metal.
         query_groups: of a threadgroup; each has its own queries.
         simdgroups: of a query group; each reads its own tokens.
         queries: of a query group, a power of two.
@@ -242,7 +254,9 @@ def threadgroup_shape(queries: int, pairs: int, backend: Backend, width: int) ->
 
 
 def _added(mask: mx.array, new_tokens: int) -> mx.array:
-    """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores. Each new token gets a row of its own."""
+    """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores. Each new token gets a row of
+    its own.
+    """
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     mask = mx.broadcast_to(mask, (*mask.shape[:2], new_tokens, mask.shape[3]))
     return mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask.astype(mx.float32)

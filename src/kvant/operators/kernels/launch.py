@@ -18,7 +18,11 @@ INPUTS = {
     "append": ("key", "value"),
 }
 SMALL = 8  # elements. MLX hands smaller inputs to Metal's kernels as constants, in another text
-OUTPUTS = {"attend": ("partial", "sums", "max_scores"), "combine": ("out",), "append": ("quantized", "scales")}
+OUTPUTS = {
+    "attend": ("partial", "sums", "max_scores"),
+    "combine": ("out",),
+    "append": ("quantized", "scales"),
+}
 
 
 def launch(
@@ -34,7 +38,8 @@ def launch(
     """Run a kernel on the GPU.
 
     Args:
-        name: attend, combine or append. The head of each file describes its inputs, in ``INPUTS``' order, and outputs.
+        name: attend, combine or append. The head of each file describes its inputs, in ``INPUTS``' order, and
+            outputs.
         template: the compile-time constants. Another value is another compilation.
         grid: threadgroups in each direction.
         threads: of a threadgroup.

@@ -1,7 +1,7 @@
 """Each engine with the same methods: load a model, then give greedy tokens one by one.
 
-mlx-lm queues the step after a token before it hands the token over, the last one included. kvant is made to compute
-that step too, so that all engines do the same work.
+mlx-lm queues the step after a token before it hands the token over, the last one included. kvant is made to
+compute that step too, so that all engines do the same work.
 """
 
 from collections.abc import Generator, Sequence
@@ -50,7 +50,8 @@ class Kvant:
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
         drafting = 0 if self._draft_model is None else self._draft_model.nbytes
         self.dtype = str(self._model.dtype).removeprefix("mlx.core.")  # of activations
-        self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read  # in all, and those a step reads
+        # in all, and those a step reads
+        self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read
         self.drafts: DraftCounts | None = None  # of the last run; None: there are none
         self._spec, self._prefill_step_size = spec, prefill_step_size
         self._cache_options: dict[str, Any] = {
@@ -66,7 +67,9 @@ class Kvant:
         self._cache: ModelCache | None = None
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, *, ahead: int = 1) -> Tokens:
-        """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are queued."""
+        """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are
+        queued.
+        """
         self._cache = None  # frees the last run's before the next is reserved
         cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
         drafts: Drafts | ModelDrafts | None
@@ -135,7 +138,8 @@ class MLXLM:
         unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
         if unnamed:  # mlx-lm reads every file of such a name, unchecked
             raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
-        from mlx_lm.utils import load_model as load_mlx_lm  # transformers too: not before the files are checked
+        # transformers too: not before the files are checked
+        from mlx_lm.utils import load_model as load_mlx_lm
 
         self._model, _ = load_mlx_lm(folder, model_config=config)
         if spec.dtype is not None:
@@ -154,12 +158,15 @@ class MLXLM:
         from mlx_lm.models.cache import make_prompt_cache
 
         self._cache, self._fed = [], len(prompt) + max_tokens
-        cache = self._cache = make_prompt_cache(self._model)  # quantized layers replace their own in this list
+        # quantized layers replace their own in this list
+        cache = self._cache = make_prompt_cache(self._model)
         options: dict[str, Any] = {"prefill_step_size": self._prefill_step_size, "quantized_kv_start": 0}
         if self._spec.kv_bits:
             options |= {"kv_bits": self._spec.kv_bits, "kv_group_size": self._spec.kv_group_size}
         ids = mx.array(list(prompt))
-        steps = generate_step(ids, self._model, max_tokens=max_tokens, sampler=greedy, prompt_cache=cache, **options)
+        steps = generate_step(
+            ids, self._model, max_tokens=max_tokens, sampler=greedy, prompt_cache=cache, **options
+        )
         with wired_limit(self._model, [generation_stream]), closing(steps):
             for token, _ in steps:
                 yield token
@@ -178,7 +185,9 @@ class MLXLM:
                     yield numbers[response.uid], response.token
 
     def cache_size(self) -> tuple[int, int]:
-        """Bytes and room of the buffers, which grow 256 tokens at a time if they are no window's or state's."""
+        """Bytes and room of the buffers, which grow 256 tokens at a time if they are no window's or
+        state's.
+        """
         from mlx_lm.generate import generation_stream
         from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
@@ -186,5 +195,6 @@ class MLXLM:
         room = self._fed
         if all(isinstance(layer, KVCache | QuantizedKVCache) for layer in self._cache):
             keys = self._cache[0].keys
-            room = (keys if isinstance(keys, mx.array) else keys[0]).shape[2]  # quantized values, scales, biases
+            # quantized values, scales, biases
+            room = (keys if isinstance(keys, mx.array) else keys[0]).shape[2]
         return sum(layer.nbytes for layer in self._cache), room

@@ -12,8 +12,8 @@ REPEATS = 7
 def copy_bandwidth_gb_s(size: int = COPY_BYTES) -> float:
     """1e9 bytes read and written a second by MLX, copying ``size`` bytes.
 
-    A slice is written in place. Memory that is new would be timed with its allocation (a seventh of the speed on a
-    CPU). On a CPU MLX copies with one thread, as it decodes.
+    A slice is written in place. Memory that is new would be timed with its allocation (a seventh of the speed
+    on a CPU). On a CPU MLX copies with one thread, as it decodes.
     """
     row = 64 * 1024
     rows = size // row

@@ -12,8 +12,12 @@ from kvant.operators.quantization import FITTED_BITS, check_quantization
 
 DTYPES = ("float32", "float16", "bfloat16")
 OPENBLAS = "openblas"
-# Engines that load the model themselves, and what may follow a colon, one of each group. The other engine is a server.
-SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {"kvant": (tuple(KERNELS),), "mlx-lm": (DTYPES, (OPENBLAS,))}
+# Engines that load the model themselves, and what may follow a colon, one of each group. The other engine is
+# a server.
+SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "kvant": (tuple(KERNELS),),
+    "mlx-lm": (DTYPES, (OPENBLAS,)),
+}
 MLX_LM_GROUPS = (64, 32, 128)  # those MLX quantizes, mlx-lm's own default first
 DRAFTS, ONE_BY_ONE = ", drafts", ", one by one"  # end the labels of two ways of one engine
 
@@ -62,11 +66,12 @@ def engine_specs(
     """The engines to run, each once for every number of bits, kvant with a ``kv_format`` too.
 
     Args:
-        names: ``kvant`` or ``mlx-lm``, with settings after colons: ``kvant:unfused``, ``mlx-lm:float32:openblas``.
+        names: ``kvant`` or ``mlx-lm``, with settings after colons: ``kvant:unfused``,
+            ``mlx-lm:float32:openblas``.
         kv_group_size: None: each engine's own default, kvant's as it fits the model.
         head_dim: of the model, which a group must divide; None: its layers differ, and any group will do.
-        streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full precision
-            alone: it does not batch with a quantized cache.
+        streams: several requests come at once. Each kvant is also run one by one, and mlx-lm in full
+            precision alone: it does not batch with a quantized cache.
     """
     specs: list[EngineSpec] = []
     for given in names:

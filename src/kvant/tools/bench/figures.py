@@ -17,8 +17,8 @@ Runs = Mapping[int, Run]  # by round
 class Summary:
     """One engine's figures in one case; None: not known. A ratio is of the same round; below 1 is faster.
 
-    The tokens of a step with drafts come at once. So an engine that drafts has no percentiles and no bytes, and beside
-    it every engine's time a token is the mean, not the median.
+    The tokens of a step with drafts come at once. So an engine that drafts has no percentiles and no bytes,
+    and beside it every engine's time a token is the mean, not the median.
     """
 
     engine: str  # the label
@@ -26,19 +26,24 @@ class Summary:
     streams: int | None  # requests that came at once; None: they came one after another
     runs: int  # that the figures are of
     first_token_ms: float  # median over requests and runs
-    prefill_tokens_per_s: float | None = None  # the context divided by the first token's time, median over runs
+    # the context divided by the first token's time, median over runs
+    prefill_tokens_per_s: float | None = None
     latency_p50_ms: float | None = None  # between two tokens of a request, over all of them
     latency_p95_ms: float | None = None
     latency_p99_ms: float | None = None
     tokens_per_s: float | None = None  # one divided by a run's mean time between tokens, median over runs
-    total_tokens_per_s: float | None = None  # of all streams, from the requests' coming to the last token, median
-    cpu_ms_per_token: float | None = None  # processor time, the prompts' included, divided by all tokens, median
+    # of all streams, from the requests' coming to the last token, median
+    total_tokens_per_s: float | None = None
+    # processor time, the prompts' included, divided by all tokens, median
+    cpu_ms_per_token: float | None = None
     peak_memory_bytes: int | None = None  # the largest of the runs
     cache_bytes: int | None = None
-    bytes_read_per_token: float | None = None  # weights and cached tokens that one decode step reads, on average
+    # weights and cached tokens that one decode step reads, on average
+    bytes_read_per_token: float | None = None
     achieved_gb_per_s: float | None = None  # that divided by the median latency, in 1e9 bytes
     copy_bandwidth_share: float | None = None  # that divided by the device's copy bandwidth
-    tokens_per_step: float | None = None  # the tokens after the first divided by the steps for them, over all runs
+    # the tokens after the first divided by the steps for them, over all runs
+    tokens_per_step: float | None = None
     draft_acceptance: float | None = None  # the share of the drafted tokens that are in the text
     drafts_off: int | None = None  # runs in which drafts did not pay and were switched off
     ratio: Spread | None = None  # a token's time divided by the baseline's
@@ -65,7 +70,9 @@ def summarize(recording: Recording) -> list[Summary]:
         engines = cases[lengths]
         for label in (label for label in recording.engines if label in engines):
             runs, base = engines[label], engines.get(recording.header.baseline, {})
-            plain = engines.get(label.removesuffix(DRAFTS) if label.endswith(DRAFTS) else label + ONE_BY_ONE, {})
+            plain = engines.get(
+                label.removesuffix(DRAFTS) if label.endswith(DRAFTS) else label + ONE_BY_ONE, {}
+            )
             together = next(iter(runs.values())).together
             figures: dict[str, Any] = {
                 "first_token_ms": median(times[0] for run in runs.values() for times in run.arrivals_ms),
@@ -76,7 +83,9 @@ def summarize(recording: Recording) -> list[Summary]:
             }
             if not (drafts := _drafts(runs)):
                 gaps = [gap for run in runs.values() for gap in gaps_ms(run)]
-                figures |= {f"latency_p{percent}_ms": percentile(gaps, percent) for percent in (50, 95, 99) if gaps}
+                figures |= {
+                    f"latency_p{percent}_ms": percentile(gaps, percent) for percent in (50, 95, 99) if gaps
+                }
             if together:
                 figures["total_tokens_per_s"] = median(1e3 / _total_ms(run) for run in runs.values())
                 figures["cpu_ms_per_token"] = _middle(_cpu_ms(run) for run in runs.values())
@@ -85,11 +94,17 @@ def summarize(recording: Recording) -> list[Summary]:
                 figures["plain_cpu_ratio"] = _ratio(runs, plain, _cpu_ms)
             else:
                 figures["first_token_ratio"] = _ratio(runs, base, _first_ms)
-                figures["prefill_tokens_per_s"] = median(lengths[0] / _first_ms(run) * 1e3 for run in runs.values())
-                figures["tokens_per_s"] = _middle(1e3 / mean for run in runs.values() if (mean := _mean_ms(run)))
+                figures["prefill_tokens_per_s"] = median(
+                    lengths[0] / _first_ms(run) * 1e3 for run in runs.values()
+                )
+                figures["tokens_per_s"] = _middle(
+                    1e3 / mean for run in runs.values() if (mean := _mean_ms(run))
+                )
                 figures |= drafts or _bytes_read(runs, recording, label)
             streams = len(lengths) if together else None
-            summaries.append(Summary(engine=label, context=max(lengths), streams=streams, runs=len(runs), **figures))
+            summaries.append(
+                Summary(engine=label, context=max(lengths), streams=streams, runs=len(runs), **figures)
+            )
     return summaries
 
 
@@ -110,7 +125,9 @@ def _drafts(runs: Runs) -> dict[str, float | None]:
     counts = [run.drafts for run in runs.values() if run.drafts]
     if not counts:
         return {}
-    steps, drafted, accepted = (sum(each[name] for each in counts) for name in ("steps", "drafted", "accepted"))
+    steps, drafted, accepted = (
+        sum(each[name] for each in counts) for name in ("steps", "drafted", "accepted")
+    )
     return {
         "tokens_per_step": sum(len(run.arrivals_ms[0]) - 1 for run in runs.values()) / steps,
         "draft_acceptance": accepted / drafted if drafted else None,

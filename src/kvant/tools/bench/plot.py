@@ -66,9 +66,8 @@ def _plot_streams(recording: Recording, path: Path) -> None:
     """Draw tokens a second in all, and the time between tokens, against the number of streams."""
     summaries = summarize(recording)
     counts = sorted({summary.streams or 0 for summary in summaries})
-    caption = (
-        f"medians of {min(s.runs for s in summaries)} rounds; between tokens: the median, dotted the 99th percentile"
-    )
+    rounds = min(s.runs for s in summaries)
+    caption = f"medians of {rounds} rounds; between tokens: the median, dotted the 99th percentile"
     with drawing(path, 10.0, caption) as figure:
         speed, between = figure.subplots(1, 2)
         lines: dict[str, Any] = {}
@@ -82,7 +81,10 @@ def _plot_streams(recording: Recording, path: Path) -> None:
             ):
                 points = [(s.streams, value) for s in own if (value := getattr(s, name)) is not None]
                 (lines[label],) = axes.plot(*zip(*points, strict=True), style, color=color, markersize=4)
-        for axes, label in ((speed, "tokens a second, all streams"), (between, "ms between tokens of a stream")):
+        for axes, label in (
+            (speed, "tokens a second, all streams"),
+            (between, "ms between tokens of a stream"),
+        ):
             axes.set_xscale("log", base=2)
             axes.set_xticks(counts, [str(count) for count in counts])
             axes.set_xlabel("streams")
@@ -115,7 +117,9 @@ def _legend(figure: Any, recording: Recording, lines: dict[str, Any]) -> None:
 
 
 def _width(runs: Sequence[Run]) -> int:
-    """Positions that are put together; odd, for the median of an even number lets a single slow token through."""
+    """Positions that are put together; odd, for the median of an even number lets a single slow token
+    through.
+    """
     width = math.ceil(max(len(run.arrivals_ms[0]) - 1 for run in runs) / POINTS)
     return width + (width % 2 == 0)
 

@@ -1,4 +1,6 @@
-"""Prompts drawn at random, the same for every engine; each has its own number, lest an engine remembers the last."""
+"""Prompts drawn at random, the same for every engine; each has its own number, lest an engine remembers
+the last.
+"""
 
 import random
 import re
@@ -31,7 +33,9 @@ def word_prompts(seed: int, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
         ids = list(islice((token for token in drawn if WORD.fullmatch(tokenizer.decode([token]))), context))
         text = tokenizer.decode(ids)
         if len(ids) < context or tokenizer.encode(text, add_special_tokens=False) != ids:
-            raise BenchError("the model's tokenizer has no tokens of a word each, to make a server's prompt of")
+            raise BenchError(
+                "the model's tokenizer has no tokens of a word each, to make a server's prompt of"
+            )
         return ids, text
 
     return draw

@@ -9,7 +9,9 @@ from kvant.machine import Environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The model, the machine, the command's arguments, and the label of the engine that others are divided by."""
+    """The model, the machine, the command's arguments, and the label of the engine that others are divided
+    by.
+    """
 
     date: str  # ISO 8601, UTC
     command: str
@@ -47,7 +49,8 @@ class Run:
     peak_memory_bytes: int | None = None
     cache_bytes: int | None = None
     cache_bytes_per_token: float | None = None  # the bytes divided by the tokens there is room for
-    drafts: dict[str, Any] | None = None  # steps, drafted and accepted tokens, and why drafts were switched off
+    # steps, drafted and accepted tokens, and why drafts were switched off
+    drafts: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -71,4 +74,6 @@ class Recording:
 
     def _write(self, line: Header | Engine | Run) -> None:
         if self.file is not None:
-            print(json.dumps({"kind": type(line).__name__.lower(), **asdict(line)}), file=self.file, flush=True)
+            print(
+                json.dumps({"kind": type(line).__name__.lower(), **asdict(line)}), file=self.file, flush=True
+            )

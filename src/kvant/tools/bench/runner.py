@@ -103,7 +103,9 @@ class Worker:
 
 
 def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
-    """Run everything; the recording takes engines and runs as they come. A BenchError for an engine that fails."""
+    """Run everything; the recording takes engines and runs as they come. A BenchError for an engine that
+    fails.
+    """
     with ExitStack() as stack:
         workers: dict[EngineSpec, Worker] = {}
         for spec in plan.engines:
@@ -114,7 +116,9 @@ def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
             sizes = {"model": str(plan.model), "prefill_step_size": plan.prefill_step_size}
             known = worker.ask(command="load", engine=asdict(spec), **sizes)
             bits, group = spec.kv_bits, spec.kv_group_size
-            recording.add(Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known))
+            recording.add(
+                Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known)
+            )
         for number in range(plan.repeats):
             for lengths in plan.cases():
                 if number == 0:
@@ -136,7 +140,13 @@ def _command(plan: Plan, lengths: Sequence[int], number: int) -> dict[str, Any]:
     first = ((number + 1) * 1000 + len(lengths)) * 1000
     prompts, texts = zip(*(plan.prompts(length, first + i) for i, length in enumerate(lengths)), strict=True)
     together = bool(plan.streams)
-    return {"command": "run", "prompts": prompts, "texts": texts, "max_tokens": plan.max_tokens, "together": together}
+    return {
+        "command": "run",
+        "prompts": prompts,
+        "texts": texts,
+        "max_tokens": plan.max_tokens,
+        "together": together,
+    }
 
 
 def _described(plan: Plan, lengths: Sequence[int]) -> str:

@@ -15,20 +15,22 @@ API_KEY = "OPENAI_API_KEY"  # the environment variable
 DONE = "[DONE]"  # the last data of OpenAI's streams
 MAX_LINE_BYTES = 1024 * 1024
 MAX_SHOWN = 200  # characters of a server's message
-# Not OpenAI's own: generate to the end, and do not reuse the last request's prompt. A server that refuses one by name
-# is asked without it.
+# Not OpenAI's own: generate to the end, and do not reuse the last request's prompt. A server that refuses one
+# by name is asked without it.
 EXTRAS = {"ignore_eos": True, "cache_prompt": False}
 
 
 class StreamingServer:
     """Completions from ``{url}/v1/completions``, greedy, each over a connection of its own.
 
-    The key in OPENAI_API_KEY is sent to this server alone, and shown nowhere. ``usage`` has the server's counts of the
-    last completion, by OpenAI's names; it is empty if the server does not count.
+    The key in OPENAI_API_KEY is sent to this server alone, and shown nowhere. ``usage`` has the server's
+    counts of the last completion, by OpenAI's names; it is empty if the server does not count.
     """
 
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 600.0) -> None:
-        """``url`` may end in ``/v1``; without a ``model`` none is named. ``timeout_s`` is the longest wait for text."""
+        """``url`` may end in ``/v1``; without a ``model`` none is named. ``timeout_s`` is the longest wait
+        for text.
+        """
         self.usage: dict[str, int] = {}
         self._url, self._timeout_s, self._extras = url, timeout_s, dict(EXTRAS)
         self._model = {} if model is None else {"model": model}
@@ -37,20 +39,28 @@ class StreamingServer:
         self._client = httpx2.Client(timeout=timeout_s, trust_env=False, limits=limits)
 
     def pieces(self, prompt: str, max_tokens: int) -> Generator[str, None, None]:
-        """Yield text as it arrives, one piece an event. A KvantError for anything but a whole stream of text."""
+        """Yield text as it arrives, one piece an event. A KvantError for anything but a whole stream of
+        text.
+        """
         url = f"{self._url.rstrip('/').removesuffix('/v1')}/v1/completions"
         # No seed: nothing is drawn, and mlx_lm.server does not batch a request that has one.
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **self._model}
         body["stream_options"] = {"include_usage": True}
         try:
             while True:
-                with self._client.stream("POST", url, json=body | self._extras, headers=_headers()) as response:
+                with self._client.stream(
+                    "POST", url, json=body | self._extras, headers=_headers()
+                ) as response:
                     if not self._refuses_an_extra(response):
                         yield from self._read(response, max_tokens)
                         return
         except (httpx2.TimeoutException, TimeoutError) as error:
             raise self._error(f"nothing came for {self._timeout_s:g} s") from error
-        except (httpx2.TransportError, httpx2.InvalidURL, UnicodeError) as error:  # UnicodeError: an odd host name
+        except (
+            httpx2.TransportError,
+            httpx2.InvalidURL,
+            UnicodeError,
+        ) as error:  # UnicodeError: an odd host name
             raise self._error(f"the connection failed: {error}") from error
 
     def _refuses_an_extra(self, response: httpx2.Response) -> bool:
@@ -93,7 +103,9 @@ class StreamingServer:
             raise self._error("ended the stream without any text")
 
     def _events(self, response: httpx2.Response) -> Iterator[str]:
-        """The data of each line as it comes, empty without any: OpenAI's events have their data in one line."""
+        """The data of each line as it comes, empty without any: OpenAI's events have their data in one
+        line.
+        """
         rest = b""
         try:
             for chunk in response.iter_raw():  # not decoded: no compression was asked for
@@ -103,7 +115,8 @@ class StreamingServer:
                 ended = rest.endswith(DONE.encode())  # without waiting for the line's end
                 for line in [*lines, rest if ended else b""]:
                     name, _, value = line.decode(errors="replace").partition(":")
-                    yield value.strip() if name in ("data", "error") else ""  # llama-server has used the field "error"
+                    # llama-server has used the field "error"
+                    yield value.strip() if name in ("data", "error") else ""
         except httpx2.RemoteProtocolError:  # cut off
             return
 
@@ -118,15 +131,21 @@ class StreamingServer:
 def check_url(url: str) -> None:
     """Raise a ValueError, which shows no password, for a URL that is not one of http or https."""
     if "@" in url:  # first, so that no message shows a password
-        raise ValueError(f"server URL has a user name or password, which is not supported; a key goes into {API_KEY}")
+        raise ValueError(
+            f"server URL has a user name or password, which is not supported; a key goes into {API_KEY}"
+        )
     try:
         parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        sound = (
+            parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        )
         sound = sound and parts.port != 0 and url.isprintable() and url.isascii() and " " not in url
     except ValueError:  # a port that is no number, a bracket that is not closed
         sound = False
     if not sound:
-        raise ValueError(f"server URL is {url!r}; expected http:// or https:// and a host, as http://127.0.0.1:8080")
+        raise ValueError(
+            f"server URL is {url!r}; expected http:// or https:// and a host, as http://127.0.0.1:8080"
+        )
 
 
 def _headers() -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Models of known shapes with random weights, as folders on disk: real sizes and real bytes, without a download."""
+"""Models of known shapes with random weights, as folders on disk: real sizes and real bytes, without a
+download.
+"""
 
 import json
 import shutil
@@ -17,14 +19,16 @@ from kvant.models.config import ModelConfig
 from kvant.sizes import format_bytes
 
 DISK_RESERVE_BYTES = 1024 * 1024  # headers, config.json, index
-# Qwen2's keys carry a bias far larger than the keys without it. This many times their spread makes the bias split keep
-# one rotary pair a layer out of the cache, as in a real checkpoint. Without it the split would cost nothing here.
+# Qwen2's keys carry a bias far larger than the keys without it. This many times their spread makes the bias
+# split keep one rotary pair a layer out of the cache, as in a real checkpoint. Without it the split would
+# cost nothing here.
 LARGE_KEY_BIAS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model, counts of elements, by their names in config.json. Its other settings are the defaults.
+    """The sizes of a model, counts of elements, by their names in config.json. Its other settings are the
+    defaults.
 
     A model with experts has them in every layer, and a token's shares of them add up to 1.
     """
@@ -48,8 +52,9 @@ class Shape:
     moe_intermediate_size: int | None = None
 
 
-# As in the config.json of Qwen/Qwen2.5-{0.5B,1.5B,7B}-Instruct and Qwen/Qwen3-0.6B, and of the embedded model, whose
-# context is made longer here: with random weights it means nothing, and long contexts are measured.
+# As in the config.json of Qwen/Qwen2.5-{0.5B,1.5B,7B}-Instruct and Qwen/Qwen3-0.6B, and of the embedded
+# model, whose context is made longer here: with random weights it means nothing, and long contexts are
+# measured.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -57,7 +62,8 @@ SHAPES = {
         Shape("qwen2.5-1.5b", "qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True, large_key_bias=True),
         Shape("qwen2.5-7b", "qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False, large_key_bias=True),
         Shape("qwen3-0.6b", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, True, max_position_embeddings=40960),
-        Shape("pocket", "qwen2", 256, 4, 4, 2, 64, 640, 1280, True),  # measured: none of its key biases is large
+        # measured: none of its key biases is large
+        Shape("pocket", "qwen2", 256, 4, 4, 2, 64, 640, 1280, True),
     )
 }
 
@@ -73,14 +79,16 @@ def random_model(shape: Shape, *, bits: int, group_size: int = 64, seed: int = 0
 def write_random(shape: Shape, folder: Path, *, bits: int, group_size: int = 64, seed: int = 0) -> None:
     """Write config.json and safetensors, a file a layer, that kvant and mlx-lm read; there is no tokenizer.
 
-    Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones, of 4 or 8
-    bits, are random bits as they lie on disk, with one scale and bias for all groups; those of 0 bits are bfloat16. The
-    same seed writes the same bytes.
+    Weights keep activations at unit scale: a matrix's have mean 0 and variance 1 / inputs. Quantized ones, of
+    4 or 8 bits, are random bits as they lie on disk, with one scale and bias for all groups; those of 0 bits
+    are bfloat16. The same seed writes the same bytes.
     """
     size = shape_bytes(shape, bits, group_size)
     needed, free = size + DISK_RESERVE_BYTES, shutil.disk_usage(folder).free
     if needed > free:
-        raise KvantError(f"{folder}: {shape.name} needs {format_bytes(needed)} of disk; {format_bytes(free)} are free")
+        raise KvantError(
+            f"{folder}: {shape.name} needs {format_bytes(needed)} of disk; {format_bytes(free)} are free"
+        )
     parts, keys = _parts(shape), _keys(seed)
     weight_map: dict[str, str] = {}
     try:
@@ -99,13 +107,17 @@ def write_random(shape: Shape, folder: Path, *, bits: int, group_size: int = 64,
 
 
 def shape_bytes(shape: Shape, bits: int, group_size: int = 64) -> int:
-    """Bytes of the tensors that :func:`write_random` writes; a ValueError for a quantization it cannot write."""
+    """Bytes of the tensors that :func:`write_random` writes; a ValueError for a quantization it cannot
+    write.
+    """
     if bits not in (0, 4, 8):
         raise ValueError(f"bits is {bits!r}; expected 0, 4 or 8")
     parts, keys = _parts(shape), _keys(0)
     widths = {dims[-1] for part in parts for dims in part.values() if len(dims) > 1}
     if bits and (group_size not in (32, 64, 128) or any(width % group_size for width in widths)):
-        raise ValueError(f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {sorted(widths)}")
+        raise ValueError(
+            f"group_size is {group_size!r}; expected 32, 64 or 128, a divisor of {sorted(widths)}"
+        )
     # Nothing is computed: the arrays are lazy.
     return sum(x.nbytes for part in parts for x in _tensors(part, shape, bits, group_size, keys).values())
 
@@ -149,7 +161,8 @@ def _tensors(
             found[name] = mx.ones(dims, mx.bfloat16)
         elif name.endswith(".bias"):
             found[name] = bias = mx.random.normal(dims, mx.bfloat16, scale=0.1, key=next(keys))
-            if shape.large_key_bias and name.endswith("k_proj.bias"):  # the pair (D/2 - 1, D - 1) turns slowest
+            # the pair (D/2 - 1, D - 1) turns slowest
+            if shape.large_key_bias and name.endswith("k_proj.bias"):
                 bias[shape.head_dim // 2 - 1 :: shape.head_dim] = LARGE_KEY_BIAS
         elif not bits:
             found[f"{name}.weight"] = mx.random.normal(dims, mx.bfloat16, scale=width**-0.5, key=next(keys))

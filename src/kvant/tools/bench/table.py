@@ -12,7 +12,8 @@ from kvant.tools.bench.figures import Summary
 from kvant.tools.bench.recording import Header
 from kvant.tools.statistics import Spread
 
-Column = tuple[str, str, float, str]  # heading, attribute of a Summary, its factor, and a note for the caption
+# heading, attribute of a Summary, its factor, and a note for the caption
+Column = tuple[str, str, float, str]
 PAIRED = "Of the same round: median over rounds, and range. Below 1 is faster."
 
 TABLES: list[tuple[str, list[Column]]] = [
@@ -54,9 +55,19 @@ TABLES: list[tuple[str, list[Column]]] = [
         [
             ("peak\nMB", "peak_memory_bytes", 1e-6, ""),
             ("cache\nMB", "cache_bytes", 1e-6, ""),
-            ("read\nMB/token", "bytes_read_per_token", 1e-6, "Read: the weights and the cached tokens, once a step."),
+            (
+                "read\nMB/token",
+                "bytes_read_per_token",
+                1e-6,
+                "Read: the weights and the cached tokens, once a step.",
+            ),
             ("read\nGB/s", "achieved_gb_per_s", 1, "GB/s: that divided by p50."),
-            ("of copy\n%", "copy_bandwidth_share", 100, "Of copy: that divided by the device's copy bandwidth."),
+            (
+                "of copy\n%",
+                "copy_bandwidth_share",
+                100,
+                "Of copy: that divided by the device's copy bandwidth.",
+            ),
         ],
     ),
 ]
@@ -68,7 +79,8 @@ def describe(header: Header) -> list[str]:
     versions = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in machine.versions.items())
     return [
         f"{header.model}, seed {header.seed}, {header.date}",
-        f"{machine.device}, {machine.cores} cores, {machine.system}, copies {_number(header.copy_bandwidth_gb_s)} GB/s",
+        f"{machine.device}, {machine.cores} cores, {machine.system}, copies "
+        f"{_number(header.copy_bandwidth_gb_s)} GB/s",
         versions,
         f"kvant's BLAS: {machine.blas}",
     ]
@@ -83,7 +95,11 @@ def tables(summaries: Sequence[Summary]) -> Group:
         if not known:
             continue
         table = Table(
-            box=box.SIMPLE_HEAD, title=Text(title), title_justify="left", caption_justify="left", collapse_padding=True
+            box=box.SIMPLE_HEAD,
+            title=Text(title),
+            title_justify="left",
+            caption_justify="left",
+            collapse_padding=True,
         )
         table.caption = Text(" ".join(note for *_, note in known if note))
         table.add_column("engine", overflow="fold")

@@ -1,15 +1,17 @@
-"""The process of one engine: ``python -m kvant.tools.bench.worker``, JSON lines in and out, one answer to each line.
+"""The process of one engine: ``python -m kvant.tools.bench.worker``, JSON lines in and out, one answer to
+each line.
 
     {"command": "load", "engine": an EngineSpec's attributes, "model": folder, "prefill_step_size"}
         -> {"dtype", "weight_bytes", "weight_bytes_read"}
-    {"command": "run", "prompts": token ids of each request, "texts": the same as text, or nulls, "max_tokens",
-     "together": whether the engine takes its way of several requests}
+    {"command": "run", "prompts": token ids of each request, "texts": the same as text, or nulls,
+     "max_tokens", "together": whether the engine takes its way of several requests}
         -> the attributes of a recording's Run from arrivals_ms on
     {"command": "bandwidth"} -> {"gb_s"}
     any failure -> {"error": message}
 
-Times are sent when the run has ended, so that nobody works while it is measured. Between runs the process waits for a
-line. It ends when its standard input does, also in the middle of a run: it never outlives its parent.
+Times are sent when the run has ended, so that nobody works while it is measured. Between runs the process
+waits for a line. It ends when its standard input does, also in the middle of a run: it never outlives its
+parent.
 """
 
 import gc
@@ -43,7 +45,9 @@ class LocalEngine:
         total, read = adapter.weight_bytes
         self.ready = {"dtype": adapter.dtype, "weight_bytes": total, "weight_bytes_read": read}
 
-    def run(self, prompts: list[list[int]], texts: list[str | None], max_tokens: int, together: bool) -> Message:
+    def run(
+        self, prompts: list[list[int]], texts: list[str | None], max_tokens: int, together: bool
+    ) -> Message:
         import mlx.core as mx
 
         arrivals: list[list[float]] = [[] for _ in prompts]
@@ -65,9 +69,13 @@ class LocalEngine:
             nbytes, room = adapter.cache_size()
             figures |= {"cache_bytes": nbytes, "cache_bytes_per_token": nbytes / room}
             if (drafts := adapter.drafts) is not None and drafts.steps:
-                figures["drafts"] = {name: getattr(drafts, name) for name in ("steps", "drafted", "accepted", "off")}
+                figures["drafts"] = {
+                    name: getattr(drafts, name) for name in ("steps", "drafted", "accepted", "off")
+                }
         if any(len(ids) != max_tokens for ids in token_ids):
-            raise BenchError(f"generated {[len(ids) for ids in token_ids]} tokens; expected {max_tokens} each")
+            raise BenchError(
+                f"generated {[len(ids) for ids in token_ids]} tokens; expected {max_tokens} each"
+            )
         return figures | {"peak_memory_bytes": mx.get_peak_memory()}
 
 
@@ -95,7 +103,9 @@ class ServerEngine:
         self.ready = dict.fromkeys(("dtype", "weight_bytes", "weight_bytes_read"))  # nothing is known
 
     def run(self, prompts: list[list[int]], texts: list[str], max_tokens: int, together: bool) -> Message:
-        """Completions asked for at once, a thread each; shorter ones if the server cannot be told to go on."""
+        """Completions asked for at once, a thread each; shorter ones if the server cannot be told to go
+        on.
+        """
         from kvant.tools.bench.server_client import StreamingServer
 
         while len(self._clients) < len(texts):
@@ -137,11 +147,15 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
 
                 answer = {"gb_s": round(copy_bandwidth_gb_s(), 3)}
             elif kind == "load":
-                engine = _load(EngineSpec(**command["engine"]), Path(command["model"]), command["prefill_step_size"])
+                engine = _load(
+                    EngineSpec(**command["engine"]), Path(command["model"]), command["prefill_step_size"]
+                )
                 answer = engine.ready
             else:
                 answer = engine.run(**command)
-        except Exception as error:  # of a model's files, another library, or a device: all are a line for the user
+        except (
+            Exception
+        ) as error:  # of a model's files, another library, or a device: all are a line for the user
             answer = {"error": one_line(error)}
         print(json.dumps(answer), file=channel, flush=True)
 

@@ -1,8 +1,8 @@
 """A model folder to another one with quantized or recast weights, by mlx-lm's converter.
 
-kvant uses mlx-lm's model classes, quantizer and writer. It does not use mlx-lm's ``convert``, which reads every
-model*.safetensors it finds, drops an output head if config.json leaves tie_word_embeddings out, writes the
-tokenizer's files anew and copies the folder's Python files.
+kvant uses mlx-lm's model classes, quantizer and writer. It does not use mlx-lm's ``convert``, which reads
+every model*.safetensors it finds, drops an output head if config.json leaves tie_word_embeddings out, writes
+the tokenizer's files anew and copies the folder's Python files.
 """
 
 import importlib
@@ -37,14 +37,18 @@ class Conversion:
     source_bytes: int  # of the source's tensors
     bytes: int  # of the new ones
     bits_per_weight: float  # their mean, with scales and all that stays in floating point
-    unquantized: tuple[str, ...]  # paths of matrices that stay in floating point: groups do not divide their width
+    # paths of matrices that stay in floating point: groups do not divide their width
+    unquantized: tuple[str, ...]
 
 
-def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progress | None = None) -> Conversion:
+def convert_folder(
+    source: Path, dest: Path, to: WeightFormat, progress: Progress | None = None
+) -> Conversion:
     """Convert a model folder with floating-point weights.
 
-    The new folder is written under another name beside ``dest`` and renamed at the end. It appears whole or not at all.
-    Nothing in ``source`` is executed. ``progress`` is called with (tensors checked, in all) before anything is written.
+    The new folder is written under another name beside ``dest`` and renamed at the end. It appears whole or
+    not at all. Nothing in ``source`` is executed. ``progress`` is called with (tensors checked, in all)
+    before anything is written.
     """
     dest = check_new(dest)
     raw = read_json(source / "config.json")
@@ -52,14 +56,22 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
     load_tokenizer(source)  # a folder that could not be used afterwards is refused now
     config, tensors = open_folder(source)
     expected = _checked(config, tensors, to, progress or (lambda done, total: None))
-    from mlx_lm.utils import compute_bits_per_weight, save_config, save_model  # transformers too: not before the checks
+    # transformers too: not before the checks
+    from mlx_lm.utils import compute_bits_per_weight, save_config, save_model
 
     model, settings, source_bytes = _build(source, raw, config, to, expected)
     arrays = dict(tree_flatten(model.parameters()))
-    names, quantized = set(arrays), {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
+    names, quantized = (
+        set(arrays),
+        {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")},
+    )
     if to.bits and not quantized:
-        raise ConvertError(f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized")
-    floats = [path for path in config.matrices() if to.bits and f"{path}.weight" in names and path not in quantized]
+        raise ConvertError(
+            f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized"
+        )
+    floats = [
+        path for path in config.matrices() if to.bits and f"{path}.weight" in names and path not in quantized
+    ]
     size = sum(array.nbytes for array in arrays.values())
     result = Conversion(source_bytes, size, float(compute_bits_per_weight(model)), tuple(floats))
     arrays.clear()  # the writer lets go of each shard's as it is written
@@ -81,18 +93,22 @@ def convert_folder(source: Path, dest: Path, to: WeightFormat, progress: Progres
 def _checked(config: ModelConfig, tensors: TensorFiles, to: WeightFormat, progress: Progress) -> Shapes:
     """Every tensor to convert: all of the model's, and there are no others.
 
-    Weights that are not finite, as stored or in the new dtype, are refused: quantized, they would look like any others.
+    Weights that are not finite, as stored or in the new dtype, are refused: quantized, they would look like
+    any others.
     """
     if config.quantization or any(name.endswith(".scales") for name in tensors.names):
         raise ConvertError(
             "the model is already quantized; expected floating-point weights: quantizing twice loses more"
         )
     expected = {name: shape for name, (shape, _) in expected_tensors(config, tensors).items()}
-    for count, (name, shape) in enumerate(expected.items(), start=1):  # one at a time; the conversion reads them again
+    # one at a time; the conversion reads them again
+    for count, (name, shape) in enumerate(expected.items(), start=1):
         array = tensors.take(name, shape)
         dtype = DTYPES[to.dtype] if to.dtype else array.dtype
         if not mx.isfinite(array.astype(dtype)).all().item():
-            raise CheckpointError(f"tensor {name} has values that are not finite in {str(dtype).split('.')[-1]}")
+            raise CheckpointError(
+                f"tensor {name} has values that are not finite in {str(dtype).split('.')[-1]}"
+            )
         progress(count, len(expected))
     return expected
 
@@ -100,7 +116,9 @@ def _checked(config: ModelConfig, tensors: TensorFiles, to: WeightFormat, progre
 def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[str, Any]:
     """config.json with every key for which readers, mlx-lm among them, have different defaults."""
     # Dynamic positions are made from the original context, not from the limit that they reach.
-    positions = config.rope.original_context if config.rope.kind == "dynamic" else config.max_position_embeddings
+    positions = (
+        config.rope.original_context if config.rope.kind == "dynamic" else config.max_position_embeddings
+    )
     understood: dict[str, Any] = {
         "head_dim": config.head_dim,
         "max_position_embeddings": positions,
@@ -110,7 +128,8 @@ def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[s
     if config.experts is not None:  # transformers 5 writes num_local_experts
         understood |= config.experts.as_config()
     missing = {key: value for key, value in understood.items() if raw.get(key) is None and value is not None}
-    # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of this.
+    # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of
+    # this.
     if raw.get("rope_parameters"):
         missing["rope_scaling"] = raw["rope_parameters"]
     return {**raw, **missing, "rope_theta": config.rope.theta, "tie_word_embeddings": tied}
@@ -150,7 +169,9 @@ def _build(
 
 
 def _predicate(model: Any) -> Callable[[str, Any], bool | dict[str, Any]]:
-    """mlx-lm's own choice for each module, but for one whose width its own group size does not divide: it stays."""
+    """mlx-lm's own choice for each module, but for one whose width its own group size does not divide: it
+    stays.
+    """
     chosen = getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
     def predicate(path: str, module: Any) -> bool | dict[str, Any]:

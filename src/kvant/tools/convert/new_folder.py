@@ -68,7 +68,9 @@ def appearing(dest: Path) -> Iterator[Path]:
                 folder.rename(dest)
             except OSError as error:
                 if error.errno in TAKEN:
-                    raise ConvertError(f"{dest}: is there already; it appeared during the conversion") from error
+                    raise ConvertError(
+                        f"{dest}: is there already; it appeared during the conversion"
+                    ) from error
                 raise
     except (OSError, RuntimeError) as error:  # MLX's writer raises the latter
         raise ConvertError(f"{dest}: cannot be written: {one_line(error)}") from error
@@ -76,18 +78,24 @@ def appearing(dest: Path) -> Iterator[Path]:
 
 @contextmanager
 def part_folder(dest: Path) -> Iterator[Path]:
-    """A folder beside ``dest`` that is gone afterwards; :func:`remove_leftovers` removes that of a killed process."""
+    """A folder beside ``dest`` that is gone afterwards; :func:`remove_leftovers` removes that of a killed
+    process.
+    """
     made = TemporaryDirectory(".part", f".{dest.name}.", dest.parent, ignore_cleanup_errors=True)
     with made as part, _lock(Path(part)):
         yield Path(part)
 
 
 def remove_leftovers(dest: Path) -> list[Path]:
-    """Remove the part folders of ``dest`` left by killed processes, whose marker is not locked; return their paths."""
+    """Remove the part folders of ``dest`` left by killed processes, whose marker is not locked; return
+    their paths.
+    """
     with suppress(OSError, RuntimeError, ValueError):  # a path that check_new refuses
         dest = dest.expanduser().absolute()
         ours = re.compile(rf"\.{re.escape(dest.name)}\.[a-z0-9_]{{8}}\.part")  # the random part is mkdtemp's
-        parts = sorted(path for path in dest.parent.iterdir() if ours.fullmatch(path.name) and not path.is_symlink())
+        parts = sorted(
+            path for path in dest.parent.iterdir() if ours.fullmatch(path.name) and not path.is_symlink()
+        )
         return [part for part in parts if _remove_dead(part)]
     return []
 

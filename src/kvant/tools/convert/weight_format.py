@@ -20,7 +20,11 @@ class WeightFormat:
 
     @classmethod
     def choose(
-        cls, bits: int | None = None, group_size: int | None = None, mode: str = "affine", dtype: str | None = None
+        cls,
+        bits: int | None = None,
+        group_size: int | None = None,
+        mode: str = "affine",
+        dtype: str | None = None,
     ) -> "WeightFormat":
         """The format. None is filled in: affine 4 bits in groups of 64, or the values that the mode fixes."""
         if mode not in MODES:
@@ -39,7 +43,10 @@ class WeightFormat:
         group_size = default_group if group_size is None else group_size
         allowed_bits = AFFINE_BITS if mode == "affine" else (default_bits,)
         allowed_groups = AFFINE_GROUPS if mode == "affine" else (default_group,)
-        for name, value, allowed in (("bits", bits, allowed_bits), ("group_size", group_size, allowed_groups)):
+        for name, value, allowed in (
+            ("bits", bits, allowed_bits),
+            ("group_size", group_size, allowed_groups),
+        ):
             if value not in allowed:
                 raise ArgumentError(name, f"is {value}; expected for {mode}: {', '.join(map(str, allowed))}")
         return cls(bits, group_size, mode, dtype)

@@ -16,13 +16,21 @@ from kvant.machine import Environment, Machine, environment, this_machine
 from kvant.operators import kernel_record
 from kvant.operators.dispatch import VARIABLE, choose, gpu_backend
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
-from kvant.tools.doctor.kernels import KernelResult, StartResult, UseResult, measure_start, try_kernels, try_uses
+from kvant.tools.doctor.kernels import (
+    KernelResult,
+    StartResult,
+    UseResult,
+    measure_start,
+    try_kernels,
+    try_uses,
+)
 from kvant.tools.doctor.memory_speed import MemorySpeed, measure_memory_speed
 
 SLOWER = 1.1  # times; less is the noise of a measurement
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
 NO_GPU = (
-    "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal text on the "
+    "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal "
+    "text on the "
     "host, thread by thread (docs/kernels.md), which says nothing of its speed or of a GPU's own compiler"
 )
 OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is first made"
@@ -58,18 +66,31 @@ class Diagnosis:
     def to_do(self) -> list[str]:
         """Settings with which kvant is right or faster here; empty: none."""
         found = []
-        timed = [result for result in self.kernels if result.fused_ms is not None and result.unfused_ms is not None]
+        timed = [
+            result for result in self.kernels if result.fused_ms is not None and result.unfused_ms is not None
+        ]
         slower = sum(result.fused_ms > SLOWER * result.unfused_ms for result in timed)  # type: ignore[operator]
         if not self.healthy:
             asked = f"unset {VARIABLE}; " if os.environ.get(VARIABLE) == "fused" else ""
-            found.append(f"{asked}by default kvant uses the unfused operator; report the lines that say wrong")
+            found.append(
+                f"{asked}by default kvant uses the unfused operator; report the lines that say wrong"
+            )
         elif slower > len(timed) / 2:
             found.append(
-                f"set {VARIABLE}=unfused, or give --kernels unfused: the fused kernel is the slower in {slower} of "
+                f"set {VARIABLE}=unfused, or give --kernels unfused: the fused kernel is the slower in "
+                f"{slower} of "
                 f"{len(timed)} cases"
             )
-        if sys.platform == "linux" and self.machine.device == "cpu" and self.environment.blas.startswith(blas.OWN):
-            how = f"unset {blas.VARIABLE}" if os.environ.get(blas.VARIABLE) else "install kvant with its extra cpu"
+        if (
+            sys.platform == "linux"
+            and self.machine.device == "cpu"
+            and self.environment.blas.startswith(blas.OWN)
+        ):
+            how = (
+                f"unset {blas.VARIABLE}"
+                if os.environ.get(blas.VARIABLE)
+                else "install kvant with its extra cpu"
+            )
             found.append(f"{how}: MLX's own BLAS reads a prompt 8 to 11 times slower than OpenBLAS")
         return found
 
@@ -106,11 +127,16 @@ def operator_paths() -> list[OperatorPath]:
     """The path of every operator on this machine, and the reason."""
     choice = choose()
     path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
-    more = f"the kernel is for few queries; more than {MAX_NEW_TOKENS} are a product with dequantized keys and values"
+    more = (
+        f"the kernel is for few queries; more than {MAX_NEW_TOKENS} "
+        "are a product with dequantized keys and values"
+    )
     return [
         OperatorPath(f"MultiHeadCacheAttention, 1 to {MAX_NEW_TOKENS} new tokens", path, reason),
         OperatorPath("MultiHeadCacheAttention, more", UNFUSED, more),
-        OperatorPath("KeyValueCache", UNFUSED, "it returns dequantized keys and values, which the kernel never makes"),
+        OperatorPath(
+            "KeyValueCache", UNFUSED, "it returns dequantized keys and values, which the kernel never makes"
+        ),
         OperatorPath("quantize, of appended tokens", path, "goes with attention's"),
         OperatorPath("quantize, dequantize", UNFUSED, "functions of their own have no kernel"),
     ]

@@ -46,7 +46,9 @@ class UseResult:
 
 @dataclass(frozen=True, slots=True)
 class StartResult:
-    """What the kernel takes of a start: without a record, when it is tried, and with one, for a token's steps alone."""
+    """What the kernel takes of a start: without a record, when it is tried, and with one, for a token's
+    steps alone.
+    """
 
     use: str
     cold_instances: int
@@ -56,7 +58,9 @@ class StartResult:
 
 
 def measure_start(backend: Backend) -> StartResult | None:
-    """Both starts of a model as Qwen2.5-0.5B; None: the kernel fails. Once a process, before it compiles instances."""
+    """Both starts of a model as Qwen2.5-0.5B; None: the kernel fails. Once a process, before it compiles
+    instances.
+    """
     H, K, D, bits = START
     use = KernelUse(D, D, mx.float16, bits, 32, heads=H // K)
     trial = Trial(use, H // K)
@@ -69,12 +73,16 @@ def measure_start(backend: Backend) -> StartResult | None:
     if probe_failure(use, backend) is not None:
         return None
     cold_ms = (time.perf_counter() - begun) * 1e3
-    cold, warm = (num_instances(use, backend, calls) for calls in (probe_calls(use, backend), [Call(H // K, 1)]))
+    cold, warm = (
+        num_instances(use, backend, calls) for calls in (probe_calls(use, backend), [Call(H // K, 1)])
+    )
     return StartResult(str(use), cold, cold_ms, warm, warm_ms)
 
 
 def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
-    """Every head dimension and width in groups of 32, in each dtype; findings replace the record of this device."""
+    """Every head dimension and width in groups of 32, in each dtype; findings replace the record of this
+    device.
+    """
     uses = [KernelUse(D, D, dtype, bits, 32) for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))]
     found: dict[KernelUse, str | None] = {}
     for use in uses:

@@ -24,7 +24,8 @@ class RankFindings:
     environment: Environment
     memory_bytes: int
     sum_right: bool  # a sum of whole numbers over all ranks is right here
-    round_trip_ms: float | None  # 4 bytes to the next rank and back; None: the rank before has measured this cable
+    # 4 bytes to the next rank and back; None: the rank before has measured this cable
+    round_trip_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,13 @@ def check_ranks(ranks: Ranks) -> RankDiagnosis:
     mx.eval(numbers, expected)
     sum_ms = median_ms(lambda: mx.eval(ranks.all_sum(numbers)), SUMS)
     sum_right = bool(mx.array_equal(ranks.all_sum(numbers + ranks.rank), expected))
-    own = RankFindings(ranks.rank, platform.node(), environment(), physical_memory(), sum_right, round_trip_ms)
+    own = RankFindings(
+        ranks.rank, platform.node(), environment(), physical_memory(), sum_right, round_trip_ms
+    )
     found = []
-    for row in ranks.all_gather(mx.array([list(json.dumps(asdict(own)).encode().ljust(FACTS_BYTES))], mx.uint8)):
+    for row in ranks.all_gather(
+        mx.array([list(json.dumps(asdict(own)).encode().ljust(FACTS_BYTES))], mx.uint8)
+    ):
         values = json.loads(bytes(memoryview(row)))  # type: ignore[arg-type]
         found.append(RankFindings(**values | {"environment": Environment(**values["environment"])}))
     return RankDiagnosis(found, numbers.nbytes, sum_ms)

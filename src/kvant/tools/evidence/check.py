@@ -128,7 +128,11 @@ def _inconsistent(record: Mapping[str, Any]) -> Iterator[str]:
 def _same(own: Any, given: Any) -> bool:
     """Whether two parts of a record are alike, numbers but for rounding."""
     if isinstance(own, Mapping):
-        return isinstance(given, Mapping) and own.keys() == given.keys() and all(_same(own[k], given[k]) for k in own)
+        return (
+            isinstance(given, Mapping)
+            and own.keys() == given.keys()
+            and all(_same(own[k], given[k]) for k in own)
+        )
     if isinstance(own, list | tuple):
         return isinstance(given, list | tuple) and len(own) == len(given) and all(map(_same, own, given))
     if isinstance(own, float) and isinstance(given, float | int):

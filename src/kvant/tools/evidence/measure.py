@@ -1,4 +1,6 @@
-"""The measurements: attention, tokens beside mlx-lm's, memory against its plan, quality, the start of a command."""
+"""The measurements: attention, tokens beside mlx-lm's, memory against its plan, quality, the start of a
+command.
+"""
 
 import math
 import os
@@ -55,7 +57,9 @@ Record = dict[str, Any]
 
 
 def measure_machine(model: str, progress: Progress) -> Record:
-    """Measure this machine with a model, at most ten minutes: every round's figures, and what was left out."""
+    """Measure this machine with a model, at most ten minutes: every round's figures, and what was left
+    out.
+    """
     folder = find_model(model)
     if Path(model).exists():  # whose folders are nobody's business
         model = folder.name
@@ -90,7 +94,12 @@ def measure_machine(model: str, progress: Progress) -> Record:
         try:
             said(f"measuring {name}")
             part()
-        except (KvantError, RuntimeError, OSError, subprocess.SubprocessError) as error:  # of MLX, a process, a disk
+        except (
+            KvantError,
+            RuntimeError,
+            OSError,
+            subprocess.SubprocessError,
+        ) as error:  # of MLX, a process, a disk
             record["left_out"].append(f"{name}: {one_line(error)}")
     return record
 
@@ -122,7 +131,9 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         found.append((name, f"mean KLD {each['mean_kld_nats']:.1e}, same top-1 {each['top1']:.2%}"))
     if record.get("start"):
         start = record["start"]
-        kinds = (f"{n} {start[f'{n}_instances']} instances, {start[f'{n}_ms']:.0f} ms" for n in ("cold", "warm"))
+        kinds = (
+            f"{n} {start[f'{n}_instances']} instances, {start[f'{n}_ms']:.0f} ms" for n in ("cold", "warm")
+        )
         found.append((f"start of the kernel, {start['use']}", ", ".join(kinds)))
     if record["command_ms"]:
         first, *later = record["command_ms"]
@@ -137,12 +148,16 @@ def shown(spread: Spread | None) -> str:
 
 
 def _attention(record: Record, tokens: int) -> None:
-    """Milliseconds a layer of one token: it is appended, and attends to all. A chain of layers is queued at once."""
+    """Milliseconds a layer of one token: it is appended, and attends to all. A chain of layers is queued
+    at once.
+    """
     _, K, D = HEADS
     dtype = mx.bfloat16 if default_device() == "gpu" else mx.float32
     layers = max(1, min(MOST_LAYERS, LAYERS_BYTES // (2 * K * D * tokens * dtype.size)))
     backend = gpu_backend()
-    makers = {"MLX": mlx_step} | {f"{bits} bits": partial(kvant_step, bits=bits, backend=backend) for bits in (8, 4)}
+    makers = {"MLX": mlx_step} | {
+        f"{bits} bits": partial(kvant_step, bits=bits, backend=backend) for bits in (8, 4)
+    }
     steps = {name: [make(HEADS, tokens, dtype) for _ in range(layers)] for name, make in makers.items()}
 
     def chain(name: str) -> float:
@@ -163,7 +178,12 @@ def _attention(record: Record, tokens: int) -> None:
 
 
 def _model(
-    record: Record, name: str, folder: AbstractContextManager[Path], progress: Progress, *, is_random: bool = False
+    record: Record,
+    name: str,
+    folder: AbstractContextManager[Path],
+    progress: Progress,
+    *,
+    is_random: bool = False,
 ) -> None:
     """kvant with 8 bits and mlx-lm with its own cache, in turns, and kvant's peak against its plan."""
     (own,), (theirs,) = engine_specs(["kvant"], [8], None, None), engine_specs([_mlx_lm()], [0], None, None)
@@ -176,12 +196,16 @@ def _model(
         if isinstance(checkpoint, Checkpoint) and default_weights(path) == "float32":
             checkpoint = checkpoint.unpack()
         limit = checkpoint.config.max_position_embeddings or math.inf
-        lengths = tuple(length for length in (RANDOM_PROMPTS if is_random else PROMPTS) if length + MAX_TOKENS <= limit)
+        lengths = tuple(
+            length for length in (RANDOM_PROMPTS if is_random else PROMPTS) if length + MAX_TOKENS <= limit
+        )
         files = {} if is_random else file_digests(path)
         prompts = random_prompts(0, checkpoint.config.vocab_size)
         try:
             measure(
-                Plan([own, theirs], path, PREFILL_STEP_SIZE, lengths, MAX_TOKENS, ROUNDS, prompts), recording, progress
+                Plan([own, theirs], path, PREFILL_STEP_SIZE, lengths, MAX_TOKENS, ROUNDS, prompts),
+                recording,
+                progress,
             )
         finally:  # when the time is up, the rounds until then
             found = summarize(recording)
@@ -240,5 +264,7 @@ def _command(record: Record) -> None:
     words = [sys.executable, "-P", "-m", "kvant", "generate", "Hello", "--max-tokens", "1", "--quiet"]
     for _ in range(ROUNDS):
         started = time.perf_counter()
-        subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
+        subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True
+        )
         record["command_ms"].append((time.perf_counter() - started) * 1e3)

@@ -1,10 +1,13 @@
 """The block types of GGUF and what each becomes in MLX.
 
-A row of a GGUF tensor is divided into blocks, each with scales of its own. MLX's affine format divides a row into
-groups of 32 values, ``value = scale * q + bias``. A type whose scales cover whole groups of 32 can be repacked:
+A row of a GGUF tensor is divided into blocks, each with scales of its own. MLX's affine format divides a row
+into groups of 32 values, ``value = scale * q + bias``. A type whose scales cover whole groups of 32 can be
+repacked:
 
-- Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 exactly: scale and bias are float16 numbers of the file, or these times a power of two;
-- Q4_K, Q5_K with rounding: their scales are products of a float16 and a 6-bit number, rounded to float16 here;
+- Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 exactly: scale and bias are float16 numbers of the file, or these times a power
+  of two;
+- Q4_K, Q5_K with rounding: their scales are products of a float16 and a 6-bit number, rounded to float16
+  here;
 - Q6_K has a scale for every 16 values, and MLX's groups are larger: the values are quantized to 8 bits again;
 - MXFP4 exactly, in MLX's mode of that name.
 
@@ -97,7 +100,9 @@ def pack_bits(numbers: Bytes, bits: int) -> mx.array:
 
 
 def _read_32(bits: int, has_minimum: bool, blocks: Bytes) -> Groups:
-    """Read Q4_0, Q4_1, Q5_0 and Q5_1: a scale, in the _1 types a minimum, in Q5 fifth bits, and low halves."""
+    """Read Q4_0, Q4_1, Q5_0 and Q5_1: a scale, in the _1 types a minimum, in Q5 fifth bits, and low
+    halves.
+    """
     numbers = _nibbles(blocks[:, -16:], 16)
     if bits == 5:
         numbers |= _fifth_bits(blocks[:, -20:-16])
@@ -113,12 +118,13 @@ def _read_q8_0(blocks: Bytes) -> Groups:
 def _read_k(bits: int, blocks: Bytes) -> Groups:
     """Read Q4_K and Q5_K: two float16, 12 bytes of 6-bit numbers, in Q5_K fifth bits, and low halves.
 
-    The 6-bit numbers are eight scales and eight minima. The first four of each lie in the low 6 bits of bytes 0 to 3
-    and 4 to 7. The last four have their low halves in bytes 8 to 11, scales in the low nibbles and minima in the high
-    ones, and their top two bits above the first four's.
+    The 6-bit numbers are eight scales and eight minima. The first four of each lie in the low 6 bits of bytes
+    0 to 3 and 4 to 7. The last four have their low halves in bytes 8 to 11, scales in the low nibbles and
+    minima in the high ones, and their top two bits above the first four's.
     """
     scales, minima, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scale = np.concatenate([scales & 0x3F, low & 0x0F | scales >> 6 << 4], axis=1).astype(np.float32)  # (n, 8)
+    # (n, 8)
+    scale = np.concatenate([scales & 0x3F, low & 0x0F | scales >> 6 << 4], axis=1).astype(np.float32)
     minimum = np.concatenate([minima & 0x3F, low >> 4 | minima >> 6 << 4], axis=1).astype(np.float32)
     numbers = _nibbles(blocks[:, -128:], 32)
     if bits == 5:
@@ -132,8 +138,8 @@ def _read_k(bits: int, blocks: Bytes) -> Groups:
 def _read_q6_k(blocks: Bytes) -> Groups:
     """Read Q6_K, in groups of 16.
 
-    Low halves lie in 128 bytes, 64 for each half of the block; the top two bits in 64 bytes, 32 for each half, whose
-    bit pairs 0 to 3 belong to its four quarters of 32; then 16 int8 scales and a float16.
+    Low halves lie in 128 bytes, 64 for each half of the block; the top two bits in 64 bytes, 32 for each
+    half, whose bit pairs 0 to 3 belong to its four quarters of 32; then 16 int8 scales and a float16.
     """
     low = _nibbles(blocks[:, :128], 64)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32)
@@ -148,7 +154,9 @@ def _expand(read: Read, blocks: Bytes) -> Floats:
     return (numbers.astype(np.float32) * scales + biases).reshape(-1)
 
 
-def _affine(name: str, size: int, nbytes: int, bits: int, read: Read, fidelity: Fidelity = Fidelity.EXACT) -> BlockType:
+def _affine(
+    name: str, size: int, nbytes: int, bits: int, read: Read, fidelity: Fidelity = Fidelity.EXACT
+) -> BlockType:
     """A type that becomes MLX's affine format of ``bits`` bits."""
 
     def pack(blocks: Bytes) -> Packed:

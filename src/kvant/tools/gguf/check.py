@@ -25,8 +25,9 @@ TOKENS = 256
 def check_import(path: Path, folder: Path, progress: Progress = lambda done, total: None) -> Figures:
     """Compare the model in ``folder`` with the dense float32 expansion of the file it was imported from.
 
-    Both predict the token after each of 256 tokens of kvant's held-out texts, with exact caches. The expansion is
-    written beside ``folder`` and removed afterwards; it takes four bytes a weight, on disk and in memory.
+    Both predict the token after each of 256 tokens of kvant's held-out texts, with exact caches. The
+    expansion is written beside ``folder`` and removed afterwards; it takes four bytes a weight, on disk and
+    in memory.
 
     Raises:
         ConvertError: there is no room for the expansion, on disk or in memory.
@@ -57,4 +58,6 @@ def _predictions(folder: Path, ids: tuple[int, ...]) -> mx.array:
 
 
 def _expand(file: GGUFFile, place: Place) -> Packed:
-    return {"weight": mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)}
+    return {
+        "weight": mx.array(place.tensor.kind.expand(file.blocks(place.tensor))).reshape(place.tensor.shape)
+    }

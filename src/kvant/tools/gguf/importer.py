@@ -42,7 +42,8 @@ class CensusRow:
 
 
 def import_gguf(path: Path, dest: Path, progress: Progress = lambda done, total: None) -> list[CensusRow]:
-    """Turn a GGUF file into a model folder, which appears whole or not at all. Nothing in the file is executed.
+    """Turn a GGUF file into a model folder, which appears whole or not at all. Nothing in the file is
+    executed.
 
     Args:
         dest: a new path or an empty folder.
@@ -52,7 +53,8 @@ def import_gguf(path: Path, dest: Path, progress: Progress = lambda done, total:
         What became of the tensors, a row for each type, the largest first.
 
     Raises:
-        ConvertError: the file or the folder cannot be used; the message names what was found and what was expected.
+        ConvertError: the file or the folder cannot be used; the message names what was found and what was
+            expected.
     """
     dest = check_new(dest)
     with open_gguf(path) as file:
@@ -101,9 +103,12 @@ def _quantization(placed: list[Place]) -> dict[str, Any]:
 def _float_dtype(placed: list[Place]) -> mx.Dtype:
     """Return the dtype for tensors that the file has in float32 if it holds them exactly.
 
-    llama.cpp stores norms as float32 whatever dtype the model has, and the last one's dtype is that of activations.
+    llama.cpp stores norms as float32 whatever dtype the model has, and the last one's dtype is that of
+    activations.
     """
-    matrices = (place for place in placed if len(place.tensor.shape) > 1 and not place.module.endswith(ROUTER))
+    matrices = (
+        place for place in placed if len(place.tensor.shape) > 1 and not place.module.endswith(ROUTER)
+    )
     kinds = {place.tensor.kind.name for place in matrices}
     return next((DTYPES[kind] for kind in ("F32", "BF16") if kind in kinds), mx.float16)
 
@@ -111,12 +116,16 @@ def _float_dtype(placed: list[Place]) -> mx.Dtype:
 def write_tensors(
     file: GGUFFile, placed: list[Place], folder: Path, convert: Convert, progress: Progress
 ) -> dict[str, int]:
-    """Write converted tensors in shards, one at a time in memory; return the new bytes of each tensor by its name."""
+    """Write converted tensors in shards, one at a time in memory; return the new bytes of each tensor by
+    its name.
+    """
     shards = _shards(placed)
     sizes: dict[str, int] = {}
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file_name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file_name = (
+            "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        )
         arrays: dict[str, mx.array] = {}
         for place in shard:
             try:
@@ -177,7 +186,9 @@ def _census(placed: list[Place], after: Mapping[str, int]) -> list[CensusRow]:
     for kind in {place.tensor.kind.name: place.tensor.kind for place in placed}.values():
         own = [place.tensor for place in placed if place.tensor.kind is kind]
         before = sum(tensor.nbytes for tensor in own)
-        rows.append(CensusRow(kind.name, len(own), kind.fidelity, before, sum(after[tensor.name] for tensor in own)))
+        rows.append(
+            CensusRow(kind.name, len(own), kind.fidelity, before, sum(after[tensor.name] for tensor in own))
+        )
     return sorted(rows, key=lambda row: -row.bytes_before)
 
 

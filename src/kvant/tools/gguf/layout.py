@@ -1,6 +1,7 @@
 """What a GGUF file's metadata and tensor names mean: a config.json, and the parameter of each tensor.
 
-Names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py (Keys, TENSOR_NAMES). A key that
+Names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py (Keys, TENSOR_NAMES). A key
+    that
 would change the computation and that nothing here reads is refused.
 """
 
@@ -62,10 +63,21 @@ EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 KV_HEADS, HEAD_DIM, THETA = "attention.head_count_kv", "attention.key_length", "rope.freq_base"
-WIDTHS = ("attention.value_length", "rope.dimension_count")  # equal to HEAD_DIM in the models that are imported
+# equal to HEAD_DIM in the models that are imported
+WIDTHS = ("attention.value_length", "rope.dimension_count")
 SCALING, FACTOR, ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
 # Read if they are there, or without effect on what is computed.
-OPTIONAL = (KV_HEADS, HEAD_DIM, THETA, *WIDTHS, SCALING, FACTOR, ORIGINAL, "vocab_size", "rope.scaling.finetuned")
+OPTIONAL = (
+    KV_HEADS,
+    HEAD_DIM,
+    THETA,
+    *WIDTHS,
+    SCALING,
+    FACTOR,
+    ORIGINAL,
+    "vocab_size",
+    "rope.scaling.finetuned",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +101,13 @@ def read_config(file: GGUFFile) -> Json:
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise ConvertError(f"general.architecture is {str(kind)[:40]!r}; expected {', '.join(MODEL_TYPES)}")
     if metadata.get("split.count", 1) != 1:
-        raise ConvertError(f"split.count is {metadata['split.count']}; expected one file (llama-gguf-split --merge)")
+        raise ConvertError(
+            f"split.count is {metadata['split.count']}; expected one file (llama-gguf-split --merge)"
+        )
     table = ARCHITECTURES[MODEL_TYPES[kind]]
-    own = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
+    own = {
+        key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")
+    }
     sizes = SIZES | (EXPERT_SIZES if table.experts else {})
     for key, value in own.items():
         if key not in sizes and key not in OPTIONAL:
@@ -105,7 +121,9 @@ def read_config(file: GGUFFile) -> Json:
     head_dim = own.get(HEAD_DIM, hidden // heads)
     for key in WIDTHS:
         if own.get(key, head_dim) != head_dim:
-            raise ConvertError(f"{kind}.{key} is {str(own[key])[:40]}; expected the width of a key, {head_dim}")
+            raise ConvertError(
+                f"{kind}.{key} is {str(own[key])[:40]}; expected the width of a key, {head_dim}"
+            )
     config = {
         "model_type": table.model_type,
         "architectures": [table.name],
@@ -139,7 +157,10 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
         left.discard(ROPE_FACTORS)
     heads = {}
     if file.metadata["general.architecture"] in INTERLEAVED:
-        heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+        heads = {
+            "self_attn.q_proj": config.num_attention_heads,
+            "self_attn.k_proj": config.num_key_value_heads,
+        }
     for module, layer, row in config.parameters():
         if row is config.architecture.head and config.tie_word_embeddings:
             continue
@@ -154,7 +175,9 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
             if tensor.shape != expected:
                 raise ConvertError(f"tensor {name} is {tensor.shape}; expected {expected}")
             if len(expected) == 1 and tensor.kind.quantization is not None:
-                raise ConvertError(f"tensor {name} is {tensor.kind.name}; expected floats for a bias or a norm")
+                raise ConvertError(
+                    f"tensor {name} is {tensor.kind.name}; expected floats for a bias or a norm"
+                )
             left.discard(name)
             found.append(Place(tensor, module, part, heads.get(row.path, 0)))
     if left:
@@ -191,7 +214,9 @@ def _llama3_scaling(file: GGUFFile, config: Json) -> Json:
     plain = ModelConfig.from_dict(config)
     head_dim = plain.head_dim
     if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):
-        raise ConvertError(f"tensor {ROPE_FACTORS} is {tensor.kind.name} {tensor.shape}; expected a float32 a pair")
+        raise ConvertError(
+            f"tensor {ROPE_FACTORS} is {tensor.kind.name} {tensor.shape}; expected a float32 a pair"
+        )
     listed = file.blocks(tensor).reshape(-1).view(np.float32)
     frequencies = np.array(plain.rope.frequencies(head_dim))
     for factor in LLAMA3_FACTORS:
@@ -199,4 +224,6 @@ def _llama3_scaling(file: GGUFFile, config: Json) -> Json:
         scaled = ModelConfig.from_dict({**config, "rope_scaling": settings}).rope.frequencies(head_dim)
         if np.allclose(frequencies / np.array(scaled), listed, rtol=1e-4):
             return settings
-    raise ConvertError(f"tensor {ROPE_FACTORS} is no scaling of Llama 3's that kvant knows; factors 8 and 32 are")
+    raise ConvertError(
+        f"tensor {ROPE_FACTORS} is no scaling of Llama 3's that kvant knows; factors 8 and 32 are"
+    )

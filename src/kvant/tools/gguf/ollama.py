@@ -1,8 +1,9 @@
 """Models that Ollama downloaded: the GGUF file behind a name.
 
-Ollama keeps a manifest for each model, JSON that names blobs by their digests. The layer of the media type below is
-a GGUF file as its author published it. Ollama's prompt template, in another layer, is written in Go's language and is
-not used: the GGUF file has its own, in Jinja. Source: https://github.com/ollama/ollama/tree/main/manifest.
+Ollama keeps a manifest for each model, JSON that names blobs by their digests. The layer of the media type
+below is a GGUF file as its author published it. Ollama's prompt template, in another layer, is written in
+Go's language and is not used: the GGUF file has its own, in Jinja. Source:
+https://github.com/ollama/ollama/tree/main/manifest.
 """
 
 import os
@@ -17,14 +18,16 @@ ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 MAX_MANIFEST_BYTES = 2**20
 # [host/][owner/]name[:tag]
 NAME = re.compile(
-    r"(?:(?P<host>[\w.-]+(?::\d+)?)/)??(?:(?P<owner>[\w.-]+)/)?(?P<name>[\w.-]+)(?::(?P<tag>[\w.-]+))?", re.ASCII
+    r"(?:(?P<host>[\w.-]+(?::\d+)?)/)??(?:(?P<owner>[\w.-]+)/)?(?P<name>[\w.-]+)(?::(?P<tag>[\w.-]+))?",
+    re.ASCII,
 )
 DEFAULT_HOST, DEFAULT_OWNER, DEFAULT_TAG = "registry.ollama.ai", "library", "latest"
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 def find_ollama(text: str) -> tuple[str, Path]:
-    """Return name and GGUF file of a model as Ollama writes it: ``NAME[:TAG]``, with an owner or a host before it.
+    """Return name and GGUF file of a model as Ollama writes it: ``NAME[:TAG]``, with an owner or a host
+    before it.
 
     Raises:
         WeightsError: no such name or model here, or a manifest without a GGUF file.
@@ -47,5 +50,7 @@ def find_ollama(text: str) -> tuple[str, Path]:
         raise WeightsError(f"{manifest}: {len(digests)} layers with a model; expected one, a GGUF file")
     digest = DIGEST.fullmatch(str(digests[0]))
     if digest is None:
-        raise WeightsError(f"{manifest}: {str(digests[0])[:80]!r} is no digest; expected sha256 and 64 digits")
+        raise WeightsError(
+            f"{manifest}: {str(digests[0])[:80]!r} is no digest; expected sha256 and 64 digits"
+        )
     return match["name"], folder / "blobs" / f"sha256-{digest[1]}"

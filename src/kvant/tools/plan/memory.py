@@ -16,7 +16,8 @@ AnyCheckpoint = Checkpoint | BridgedCheckpoint
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     checkpoint: AnyCheckpoint
-    split_pairs: tuple[int, ...] | None = None  # as in :func:`kvant.tools.plan.plan`; None: they were not read
+    # as in :func:`kvant.tools.plan.plan`; None: they were not read
+    split_pairs: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,11 @@ class Settings:
     cache: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = PREFILL_STEP_SIZE  # prompt tokens fed at a time
     sequences: int | None = None  # of a pool, at once; None: a cache of one sequence
-    pool_tokens: int | None = None  # that the pool is reserved for in all; None: max_kv_size for each sequence
+    # that the pool is reserved for in all; None: max_kv_size for each sequence
+    pool_tokens: int | None = None
     caches: int = 0  # of conversations that are held beside a pool
-    draft_model: DraftModel | None = None  # with a cache of its own, or a pool of as many sequences and tokens
+    # with a cache of its own, or a pool of as many sequences and tokens
+    draft_model: DraftModel | None = None
 
     def in_pool(self, tokens: int) -> int:
         """Tokens that a pool is reserved for in all, if a sequence has ``tokens`` at most."""
@@ -48,13 +51,15 @@ class MemoryPlan:
     scratch: int  # an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them
     state: int = 0  # of a bridged model's linear and convolution layers, allocated at the first prefill
     caches: int = 0  # of conversations' caches and their states, beside a pool
-    sequence: int = 0  # of a pool, the part of the cache that one more sequence of max_kv_size tokens would add
+    # of a pool, the part of the cache that one more sequence of max_kv_size tokens would add
+    sequence: int = 0
     draft_weights: int = 0
     draft_cache: int = 0  # of its cache or pool, and states; a sequence has at most its own context
     weights: int = 0  # as they are held, whatever is held twice counted twice
     weights_read: int = 0  # the part of them that one token reads: of the experts a few
     loading: int = 0  # the most while the weights are loaded, before there is a cache
-    process: int = 0  # interpreter, libraries, tokenizer, MLX's buffers for reuse; 0 if it isn't the GPU's memory
+    # interpreter, libraries, tokenizer, MLX's buffers for reuse; 0 if it isn't the GPU's memory
+    process: int = 0
 
     @property
     def arrays(self) -> int:
@@ -74,7 +79,12 @@ def page_rows(tokens: int) -> int:
 
 def as_record(plan: MemoryPlan) -> dict[str, int]:
     """A plan's bytes by name, with the sums; "sequence" of a pool alone, and so with a draft model's."""
-    left_out = {"max_kv_size", "settings", "caches", *(["sequence"] if plan.settings.sequences is None else [])}
+    left_out = {
+        "max_kv_size",
+        "settings",
+        "caches",
+        *(["sequence"] if plan.settings.sequences is None else []),
+    }
     left_out |= {"draft_weights", "draft_cache"} if plan.settings.draft_model is None else set()
     names = [field.name for field in fields(plan) if field.name not in left_out]
     return {name: getattr(plan, name) for name in (*names, "arrays", "total")}

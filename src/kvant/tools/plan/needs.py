@@ -31,12 +31,14 @@ LOGITS_COPIES = 5
 GATHERED_COPIES = 3
 # Of the stream, what comes from another rank and what goes to one; or the sums of a layer's two products.
 SENT_COPIES = 2
-# Rotary pairs a layer whose key bias stays out of the cache, if the weights that decide it were not read: 1 in 16.
+# Rotary pairs a layer whose key bias stays out of the cache, if the weights that decide it were not read: 1
+# in 16.
 GUESSED_PAIRS = 1 / 16
 MARGIN = 1.3  # of scratch
 QUEUED_BLOCKS = 6  # of scores, held at once; measured on a CPU
-# Layers whose keys and values a GPU holds as floats at once. MLX has ten command buffers under way, and a layer of a
-# long context takes three; in float32 or with biases more, so it is a layer less. (By its source; not measured.)
+# Layers whose keys and values a GPU holds as floats at once. MLX has ten command buffers under way, and a
+# layer of a long context takes three; in float32 or with biases more, so it is a layer less. (By its source;
+# not measured.)
 QUEUED_LAYERS = 3
 QUEUED_PARTS = 4  # of a dequantized matrix, beside one a core; measured (1 to 8 streams)
 MASK_BYTES = 16  # of a window's mask for each query and token: its terms and their product
@@ -57,7 +59,9 @@ Needs = Callable[[int], MemoryPlan]  # without weights, by tokens reserved, all 
 def needs(
     checkpoint: AnyCheckpoint, settings: Settings, *, on_cpu: bool, split_pairs: Sequence[int] | None = None
 ) -> Needs:
-    """What a run takes, by tokens reserved; arguments and errors as :func:`kvant.tools.plan.plan` has them."""
+    """What a run takes, by tokens reserved; arguments and errors as :func:`kvant.tools.plan.plan` has
+    them.
+    """
     if isinstance(checkpoint, BridgedCheckpoint):
         return _bridged_needs(checkpoint, settings, on_cpu=on_cpu)
     return _decoder_needs(checkpoint, settings, on_cpu=on_cpu, split_pairs=split_pairs)
@@ -86,7 +90,9 @@ def _decoder_needs(
             return MemoryPlan(tokens, settings, cache, scratch, caches=settings.caches * cache)
         in_all = settings.in_pool(tokens)
         pool, more = (
-            reserved(tokens=own, sequences=n, max_seq_len=tokens, prefill_step_size=settings.prefill_step_size)
+            reserved(
+                tokens=own, sequences=n, max_seq_len=tokens, prefill_step_size=settings.prefill_step_size
+            )
             for own, n in ((in_all, count), (in_all + page_rows(tokens), count + 1))
         )
         each = min(tokens, -(-in_all // count))  # of the sequences of a step, on average
@@ -94,13 +100,17 @@ def _decoder_needs(
             scratch_bytes(checkpoint, settings, on_cpu=on_cpu, new=new, tokens=own, sequences=n, logits=count)
             for new, own, n in ((prefill, tokens, 1), (1, each, count))
         )
-        return MemoryPlan(tokens, settings, pool, scratch, caches=settings.caches * cache, sequence=more - pool)
+        return MemoryPlan(
+            tokens, settings, pool, scratch, caches=settings.caches * cache, sequence=more - pool
+        )
 
     return needed
 
 
 def _pairs(config: ModelConfig, settings: Settings, known: Sequence[int] | None) -> Sequence[int] | None:
-    """The rotary pairs that each layer splits off; None: there is no bias to split off, or it is to stay in."""
+    """The rotary pairs that each layer splits off; None: there is no bias to split off, or it is to stay
+    in.
+    """
     if not config.attention_bias or not settings.cache.bias_split:
         return None
     return known or [max(1, round(config.head_dim / 2 * GUESSED_PAIRS))] * config.num_hidden_layers
@@ -112,7 +122,8 @@ def _row_bytes(config: ModelConfig, settings: Settings, itemsize: int) -> int:
     layers = [cache.layer(0)] if cache.kv_format is None else cache.kv_format.layers
     each = ((own.kv_bits + own.value_bits, own.kv_group_size) for own in layers)
     return max(
-        K * D * bits // 8 + 2 * K * (D // group * SCALE_BYTES if bits else D * itemsize) for bits, group in {*each}
+        K * D * bits // 8 + 2 * K * (D // group * SCALE_BYTES if bits else D * itemsize)
+        for bits, group in {*each}
     )
 
 
@@ -128,17 +139,24 @@ def scratch_bytes(
 ) -> int:
     """The most bytes held beside the weights and the cache in a step. They never fall with more tokens.
 
-    MLX's CPU back end queues about a layer ahead, and frees an array when its last reader has run. So the bound is one
-    layer's activations, its keys and values as floats, its blocks of scores and parts of weights, and the logits.
+    MLX's CPU back end queues about a layer ahead, and frees an array when its last reader has run. So the
+    bound is one layer's activations, its keys and values as floats, its blocks of scores and parts of
+    weights, and the logits.
 
-    Of each of ``sequences`` in a pool, or of a cache (None), ``new`` tokens are read and ``tokens`` there in the end.
+    Of each of ``sequences`` in a pool, or of a cache (None), ``new`` tokens are read and ``tokens`` there in
+    the end.
     """
     config, part, bits = checkpoint.config, checkpoint.part, settings.cache.kv_bits
-    itemsize, experts, paged, sequences = checkpoint.itemsize(on_cpu=on_cpu), config.experts, sequences, sequences or 1
+    itemsize, experts, paged, sequences = (
+        checkpoint.itemsize(on_cpu=on_cpu),
+        config.experts,
+        sequences,
+        sequences or 1,
+    )
     hidden, heads, kv_row = config.hidden_size, config.num_attention_heads, 2 * config.num_key_value_heads
     kv_row *= config.head_dim
-    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU may attend in
-    # float32, and an adapter adds a product to each.
+    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU may attend
+    # in float32, and an adapter adds a product to each.
     copies, inner = (7 if on_cpu else 10), 3
     if settings.cache.kv_format is not None or settings.cache.layer(0).rotates:  # its front's
         copies += 2

@@ -1,4 +1,6 @@
-"""How much memory a run takes, before it begins: weights, cache, and what a prompt's chunks need beside them."""
+"""How much memory a run takes, before it begins: weights, cache, and what a prompt's chunks need beside
+them.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -14,13 +16,14 @@ from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
 from kvant.tools.plan.needs import FLOAT32, LOGITS_COPIES, needs
 
-# What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's buffers
-# for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
+# What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's
+# buffers for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
 PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
 # With mlx-lm and the libraries that it imports: 300 MB with a tiny model, where a decoder takes 70.
 BRIDGED_PROCESS_BYTES = 400_000_000
-# MLX's ring has two buffers of 8 MiB for each of the two neighbours, filled with zeros when it begins (ring.cpp).
+# MLX's ring has two buffers of 8 MiB for each of the two neighbours, filled with zeros when it begins
+# (ring.cpp).
 RING_BYTES = 4 * 8 * 2**20
 
 
@@ -40,19 +43,21 @@ def plan(
     device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """The memory of loading a model and running it until its cache is full; a ValueError for settings it cannot have.
+    """The memory of loading a model and running it until its cache is full; a ValueError for settings it
+    cannot have.
 
-    On a CPU everything is computed in float32, and the arrays are never fewer bytes than MLX counted in tests. A GPU
-    computes in the checkpoint's dtype; nobody has measured its scratch yet. The scratch of a bridged model is an
-    estimate on both.
+    On a CPU everything is computed in float32, and the arrays are never fewer bytes than MLX counted in
+    tests. A GPU computes in the checkpoint's dtype; nobody has measured its scratch yet. The scratch of a
+    bridged model is an estimate on both.
 
     Args:
         checkpoint: what is known of the model: :func:`kvant.tools.plan.read_folder` or :func:`read_facts`.
         max_kv_size: tokens reserved in the cache; all of them are used.
         settings: of the run.
         device: "cpu" or "gpu"; default: what MLX computes on here.
-        split_pairs: of each layer, the rotary pairs whose key bias stays out of the cache, :func:`split_pairs` of a
-            loaded model; default: one in sixteen, a guess. It only matters for models with biased keys.
+        split_pairs: of each layer, the rotary pairs whose key bias stays out of the cache,
+            :func:`split_pairs` of a loaded model; default: one in sixteen, a guess. It only matters for
+            models with biased keys.
     """
     if max_kv_size < 1:
         raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")
@@ -65,7 +70,9 @@ def longest_context(
     settings: Settings = DEFAULT_SETTINGS,
     split_pairs: Sequence[int] | None = None,
 ) -> LongestContext:
-    """The tokens whose plan fits into a machine if one more doesn't; other arguments as those of :func:`plan`."""
+    """The tokens whose plan fits into a machine if one more doesn't; other arguments as those of
+    :func:`plan`.
+    """
     planned, limit = planner(checkpoint, settings, machine.device, split_pairs), machine.limit_bytes
     return longest(checkpoint.config.max_position_embeddings, lambda tokens: planned(tokens).total <= limit)
 
@@ -80,7 +87,9 @@ def longest(own_context: int | None, fits: Callable[[int], bool]) -> LongestCont
 
 
 def split_pairs(model: LanguageModel) -> list[int]:
-    """Of each layer of a loaded model, the rotary pairs whose key bias stays out of the cache; empty if bridged."""
+    """Of each layer of a loaded model, the rotary pairs whose key bias stays out of the cache; empty if
+    bridged.
+    """
     if not isinstance(model, Decoder):
         return []
     biases = (layer.self_attn.qkv_bias for layer in model.layers)
@@ -88,7 +97,10 @@ def split_pairs(model: LanguageModel) -> list[int]:
 
 
 def planner(
-    checkpoint: AnyCheckpoint, settings: Settings, device: Device | None, split_pairs: Sequence[int] | None = None
+    checkpoint: AnyCheckpoint,
+    settings: Settings,
+    device: Device | None,
+    split_pairs: Sequence[int] | None = None,
 ) -> Callable[[int], MemoryPlan]:
     """:func:`plan` by tokens reserved; what does not depend on them is added up once."""
     on_cpu = (device or default_device()) == "cpu"
@@ -99,14 +111,20 @@ def planner(
 
     def planned(tokens: int) -> MemoryPlan:
         made = replace(
-            run(tokens), weights=loading.held, weights_read=weights_read, loading=loading.peak, process=process
+            run(tokens),
+            weights=loading.held,
+            weights_read=weights_read,
+            loading=loading.peak,
+            process=process,
         )
         return made if draft is None else _with_draft(made, draft(tokens), checkpoint)
 
     return planned
 
 
-def _draft_planner(draft: DraftModel, settings: Settings, device: Device | None) -> Callable[[int], MemoryPlan]:
+def _draft_planner(
+    draft: DraftModel, settings: Settings, device: Device | None
+) -> Callable[[int], MemoryPlan]:
     """The plan of a draft model alone, by the tokens reserved for the model that it drafts for."""
     config = draft.checkpoint.config
     chosen = Settings(draft_format(config, settings.cache), settings.prefill_step_size, settings.sequences)
@@ -115,8 +133,12 @@ def _draft_planner(draft: DraftModel, settings: Settings, device: Device | None)
 
 
 def _with_draft(made: MemoryPlan, draft: MemoryPlan, checkpoint: AnyCheckpoint) -> MemoryPlan:
-    """A plan with a draft model beside. The two compute in turns; what the larger step sampled is held meanwhile."""
-    rows = (MOST + 1) * LOGITS_COPIES * FLOAT32 * checkpoint.config.vocab_size * (made.settings.sequences or 1)
+    """A plan with a draft model beside. The two compute in turns; what the larger step sampled is held
+    meanwhile.
+    """
+    rows = (
+        (MOST + 1) * LOGITS_COPIES * FLOAT32 * checkpoint.config.vocab_size * (made.settings.sequences or 1)
+    )
     return replace(
         made,
         scratch=max(made.scratch, draft.scratch) + rows,

@@ -17,7 +17,8 @@ from kvant.tools.plan.needs import Needs, needs
 from kvant.tools.plan.plan import LongestContext, longest, longest_context, planner, process_bytes
 from kvant.tools.plan.stored import Checkpoint, Loading
 
-# "pipeline": each rank has layers of the model, one after the other. "tensor": heads and features of every layer.
+# "pipeline": each rank has layers of the model, one after the other. "tensor": heads and features of every
+# layer.
 Parallel = Literal["pipeline", "tensor"]
 
 
@@ -33,7 +34,9 @@ class RankPlan:
 
     @property
     def fits(self) -> bool:
-        return all(made.total <= machine.limit_bytes for made, machine in zip(self.plans, self.machines, strict=True))
+        return all(
+            made.total <= machine.limit_bytes for made, machine in zip(self.plans, self.machines, strict=True)
+        )
 
     @property
     def fullest(self) -> int:
@@ -68,7 +71,9 @@ class RankPlanner:
         if parallel == "tensor":
             if isinstance(checkpoint, BridgedCheckpoint):
                 kind = checkpoint.config.model_type
-                raise ModelError(f"{kind} is mlx-lm's model: its tensors are not divided; --parallel pipeline works")
+                raise ModelError(
+                    f"{kind} is mlx-lm's model: its tensors are not divided; --parallel pipeline works"
+                )
             self._shares = [checkpoint.share(share) for share in shares(checkpoint.config, len(machines))]
             self._planners = self._planners_of(self._shares)
             return
@@ -97,10 +102,14 @@ class RankPlanner:
         return [planner(part, self._settings, machine.device) for part, machine in machines]
 
 
-def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) -> Callable[[int, int, int], int]:
-    """(first layer, last layer and 1, tokens) -> bytes of that stage of a pipeline. One that begins with 0 is rank 0's.
+def _stage_bytes(
+    checkpoint: AnyCheckpoint, settings: Settings, device: Device
+) -> Callable[[int, int, int], int]:
+    """(first layer, last layer and 1, tokens) -> bytes of that stage of a pipeline. One that begins with 0 is
+    rank 0's.
 
-    Weights are added up from layers. A run takes as much as that of any stage with as many layers of each kind.
+    Weights are added up from layers. A run takes as much as that of any stage with as many layers of each
+    kind.
     """
     on_cpu, layers = device == "cpu", range(checkpoint.num_layers)
     # An adapter is whole on every rank.
@@ -133,14 +142,15 @@ def _stage_bytes(checkpoint: AnyCheckpoint, settings: Settings, device: Device) 
 def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int]) -> list[range]:
     """The layers of each rank, contiguous in the order of ranks, at least one each.
 
-    The largest part of a rank's limit that is used is the smallest of all such deals. Of equal ones the last rank has
-    the most layers, and those before are dealt out by the same rule. Every deal is looked at, in exact numbers.
-    ``limits`` and ``used``, of (rank, first layer, last layer and 1), are bytes.
+    The largest part of a rank's limit that is used is the smallest of all such deals. Of equal ones the last
+    rank has the most layers, and those before are dealt out by the same rule. Every deal is looked at, in
+    exact numbers. ``limits`` and ``used``, of (rank, first layer, last layer and 1), are bytes.
     """
     if layers < len(limits):
         raise ModelError(f"{layers} layers cannot be dealt out to {len(limits)} ranks: each needs one")
     limits = [max(1, limit) for limit in limits]
-    # By the layers dealt out: the largest fraction, where the last rank begins, and the same of the ranks before it.
+    # By the layers dealt out: the largest fraction, where the last rank begins, and the same of the ranks
+    # before it.
     best: dict[int, tuple[int, int, Any]] = {0: (0, 0, None)}
     for rank, limit in enumerate(limits):
         after, scale = len(limits) - 1 - rank, lcm(*limits) // limit  # fractions, with one denominator

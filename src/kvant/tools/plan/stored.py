@@ -19,7 +19,8 @@ from kvant.models.share import Share, divides_inputs, local_config
 from kvant.models.tensors import TensorFiles
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the others lie.
+# An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the
+# others lie.
 ADAPTER_COPIES = 3
 UNPACKING_BYTES = 4096  # of shifts and masks; measured, 102
 
@@ -29,7 +30,8 @@ class Part:
     """Which part of a model a rank has, beside the sizes in its config."""
 
     rank: int  # 0 has the tokenizer, and the logits are sampled there
-    divided: bool = False  # each rank has heads and features of every layer, the embedding, last norm and head
+    # each rank has heads and features of every layer, the embedding, last norm and head
+    divided: bool = False
     head_rows: int | None = None  # of an untied head; None: all
 
     @property
@@ -47,7 +49,9 @@ class Loading:
     others: int = 0  # of norms, biases and adapters: next to nothing, counted as if there from the beginning
 
     def then(self, later: "Loading") -> "Loading":
-        return Loading(self.kept + later.kept, max(self.most, self.kept + later.most), self.others + later.others)
+        return Loading(
+            self.kept + later.kept, max(self.most, self.kept + later.most), self.others + later.others
+        )
 
     @property
     def held(self) -> int:
@@ -72,7 +76,8 @@ class Checkpoint:
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
-        """From a config.json already parsed, and the bytes of all safetensors files together; None: not known.
+        """From a config.json already parsed, and the bytes of all safetensors files together; None: not
+        known.
 
         The latter decide what the former leaves out, else the head counts as untied and floats as two bytes.
         """
@@ -94,7 +99,9 @@ class Checkpoint:
         try:
             try:
                 tensors = TensorFiles(folder)
-            except CheckpointError:  # not all of it is here yet: what there is may still say which floats they are
+            except (
+                CheckpointError
+            ):  # not all of it is here yet: what there is may still say which floats they are
                 file_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors")) or None
                 return cls.from_facts(raw, file_bytes)
             config = as_stored(ModelConfig.from_dict(raw), tensors)
@@ -112,7 +119,10 @@ class Checkpoint:
         if self.config.quantization is not None:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
-        quantization, others = Quantization(bits=bits, group_size=group_size), dict[str, Quantization | None]()
+        quantization, others = (
+            Quantization(bits=bits, group_size=group_size),
+            dict[str, Quantization | None](),
+        )
         for path, _, row in self.config.parameters():
             size = self.config.shape(row)
             own_bits, own_group = row.converted or (bits, group_size)
@@ -120,7 +130,9 @@ class Checkpoint:
                 others[path] = None
             elif row.converted is not None:
                 others[path] = Quantization(bits=own_bits, group_size=own_group)
-        return replace(self, config=replace(self.config, quantization=quantization, quantization_overrides=others))
+        return replace(
+            self, config=replace(self.config, quantization=quantization, quantization_overrides=others)
+        )
 
     def unpack(self) -> "Checkpoint":
         """As if loaded with its quantized matrices, but those of experts, as floats."""
@@ -132,7 +144,9 @@ class Checkpoint:
         return any(self.config.quantization_of(path) is not None for path, *_ in self._matrices())
 
     def stage(self, rank: int, layers: range) -> "Checkpoint":
-        """A pipeline's rank: these layers, on rank 0 also all that is in no layer. An adapter is counted whole."""
+        """A pipeline's rank: these layers, on rank 0 also all that is in no layer. An adapter is counted
+        whole.
+        """
         config, table = self.config, self.config.architecture
         paths = {path: path for path in (table.embedding.path, table.head.path)}
         for number, layer in enumerate(layers if config.quantization_overrides else ()):
@@ -150,7 +164,9 @@ class Checkpoint:
         return replace(self, config=local_config(self.config, share), part=part)
 
     def layer_kind(self, layer: int) -> tuple[int | None, bool]:
-        """What a run's bytes depend on, beside the model's sizes: the layer's window, and whether it has experts."""
+        """What a run's bytes depend on, beside the model's sizes: the layer's window, and whether it has
+        experts.
+        """
         return self.config.windows[layer], self.config.has_experts(layer)
 
     @property
@@ -162,7 +178,9 @@ class Checkpoint:
     def stored_bytes(self) -> int:
         """Bytes of all tensors as they lie in the files."""
         total = sum(size for _, size in self._vectors()) * self.float_bytes
-        return total + sum(self._matrix_bytes(path, size, self.float_bytes) for path, size, _, _ in self._matrices())
+        return total + sum(
+            self._matrix_bytes(path, size, self.float_bytes) for path, size, _, _ in self._matrices()
+        )
 
     @property
     def moves_on(self) -> bool:
@@ -174,7 +192,9 @@ class Checkpoint:
         return FLOAT_BYTES["float32"] if on_cpu else self.float_bytes
 
     def read_bytes(self, *, on_cpu: bool) -> int:
-        """Bytes of the weights that one token reads: of the experts a few, and not a table that only embeds."""
+        """Bytes of the weights that one token reads: of the experts a few, and not a table that only
+        embeds.
+        """
         itemsize, experts = self.itemsize(on_cpu=on_cpu), self.config.experts
         total = self.loading(on_cpu=on_cpu).held
         for path, size, _, row in self._matrices():
@@ -186,10 +206,11 @@ class Checkpoint:
         return total
 
     def loading(self, *, on_cpu: bool) -> Loading:
-        """The weights as the decoder holds them, and what it takes to load them. Biases and norms may be held twice.
+        """The weights as the decoder holds them, and what it takes to load them. Biases and norms may be held
+        twice.
 
-        A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a CPU
-        turned, one after the other. The matrices of a quantized layer are read together.
+        A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a
+        CPU turned, one after the other. The matrices of a quantized layer are read together.
         """
         others = self._vector_bytes(self.itemsize(on_cpu=on_cpu)) + ADAPTER_COPIES * self.adapter_bytes
         return reduce(Loading.then, self._loaded(on_cpu=on_cpu), Loading(others=others))
@@ -203,17 +224,22 @@ class Checkpoint:
             return layer, "" if layer is not None and is_packed else row.role
 
         itemsize = self.itemsize(on_cpu=on_cpu)
-        for _, entries in groupby(sorted(self._matrices(), key=lambda entry: entry[2] is not None), key=together):
+        for _, entries in groupby(
+            sorted(self._matrices(), key=lambda entry: entry[2] is not None), key=together
+        ):
             kept = passing = 0
             for path, size, _, row in entries:
                 # Experts are put into one stack, which is as much as being fused with another matrix.
                 fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
-                stored, packed = (self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize))
+                stored, packed = (
+                    self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize)
+                )
                 held = self._held_bytes(path, size, itemsize)
                 kept += held
                 if self.config.quantization_of(path) is None:
                     cast, turned = itemsize != self.float_bytes, on_cpu
-                    passing += stored * (1 + fused) + held * (cast + turned) - held  # the last of these forms stays
+                    # the last of these forms stays
+                    passing += stored * (1 + fused) + held * (cast + turned) - held
                 else:
                     floats = stored - self._matrix_bytes(path, size, 0)
                     passing += floats * (itemsize != self.float_bytes) + packed * fused

@@ -72,15 +72,17 @@ def log_probabilities(logits: mx.array) -> mx.array:
 def divergence(expected: mx.array, given: mx.array) -> mx.array:
     """KL(expected || given) of each row, in nats.
 
-    Computed as sum of p (log p - log q) - p + q, whose terms are none below 0: p and q sum to 1, so it is the same,
-    and rounding in their sums, which would hide a small divergence, cancels. Where the two are close a term is
-    p (d + expm1(-d)) with d = log p - log q.
+    Computed as sum of p (log p - log q) - p + q, whose terms are none below 0: p and q sum to 1, so it is the
+    same, and rounding in their sums, which would hide a small divergence, cancels. Where the two are close a
+    term is p (d + expm1(-d)) with d = log p - log q.
 
     Args:
-        expected, given: (S, vocab) float32 log-probabilities. A row is infinite if something expected is given none.
+        expected, given: (S, vocab) float32 log-probabilities. A row is infinite if something expected is
+            given none.
     """
     p, q = mx.exp(expected), mx.exp(given)
-    d = mx.where(p > 0, expected - given, 0.0)  # -inf - -inf would be NaN; an unexpected token counts as q alone
+    # -inf - -inf would be NaN; an unexpected token counts as q alone
+    d = mx.where(p > 0, expected - given, 0.0)
     near = p * (d + mx.expm1(-mx.clip(d, -1.0, 1.0)))
     far = p * d - p + q
     return mx.where(mx.abs(d) < 1.0, mx.where(p > 0, near, q), far).sum(axis=-1)

@@ -46,7 +46,9 @@ class CacheFormat(CacheOptions):
         return model.make_cache(max_seq_len, **self.fields)
 
     def bytes_per_token(self, model: LanguageModel) -> int:
-        """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left out."""
+        """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left
+        out.
+        """
         if isinstance(model, Decoder):
             one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
             return two - one
@@ -73,7 +75,9 @@ def parse_formats(text: str) -> list[CacheFormat]:
         elif match:
             bits, split = int(match["bits"]), match["whole"] is None
             if match["pmx"] and bits != FITTED_BITS:
-                raise ValueError(f"format {name} is PMX's without :{PMX}, too; expected {bits}g{match['group']}")
+                raise ValueError(
+                    f"format {name} is PMX's without :{PMX}, too; expected {bits}g{match['group']}"
+                )
             parsed = CacheFormat(bits, int(match["group"]), split, rotates=match["pmx"] is None)
         else:
             raise ValueError(f"format {name[:40]!r} is unknown; expected {NOTATION}")
@@ -85,7 +89,8 @@ def parse_formats(text: str) -> list[CacheFormat]:
 
 def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
     """Raise a ValueError that names the format a model's cache cannot have."""
-    for candidate in formats:  # the heads of a bridged model may differ; its cache cuts a group to fit them all
+    # the heads of a bridged model may differ; its cache cuts a group to fit them all
+    for candidate in formats:
         head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.wanted_group
         try:
             candidate.check_head(head_dim)
@@ -94,17 +99,25 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
         if candidate.kv_format is not None:
             candidate.bytes_per_token(model)  # that of another model is refused
         if candidate.kv_bits and not candidate.bias_split and not has_bias(model):
-            raise ValueError(f"format {candidate.label}: the model's keys and values have no bias to split off")
+            raise ValueError(
+                f"format {candidate.label}: the model's keys and values have no bias to split off"
+            )
 
 
 def default_formats(model: LanguageModel) -> list[CacheFormat]:
-    """8 and 4 bits in groups of 32 and 64, or one that fits; with and without the bias split if there is a bias."""
+    """8 and 4 bits in groups of 32 and 64, or one that fits; with and without the bias split if there is a
+    bias.
+    """
     if not isinstance(model, Decoder):
         formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
         # A group that does not divide a width is cut: if that leaves the same cache, it is measured once.
-        return list({candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values())[::-1]
+        return list(
+            {candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values()
+        )[::-1]
     head_dim = model.config.head_dim
-    groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [math.gcd(DEFAULT_GROUPS[0], head_dim)]
+    groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [
+        math.gcd(DEFAULT_GROUPS[0], head_dim)
+    ]
     splits = (True, False) if has_bias(model) else (True,)
     return [CacheFormat(bits, group, split) for bits in DEFAULT_BITS for group in groups for split in splits]
 

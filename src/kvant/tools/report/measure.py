@@ -11,7 +11,15 @@ from kvant.models.checkpoint import Progress
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.reference import Reference
-from kvant.tools.report.runs import STEPS, answer, answer_after_hit, compare, layer_errors, step_ms, timing_room
+from kvant.tools.report.runs import (
+    STEPS,
+    answer,
+    answer_after_hit,
+    compare,
+    layer_errors,
+    step_ms,
+    timing_room,
+)
 from kvant.tools.report.texts import Dialogue, Text
 
 LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
@@ -21,13 +29,15 @@ LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
 class FormatResult:
     format: CacheFormat
     bytes_per_token: int  # in all layers
-    ms_per_token: float  # of a decode step with the first piece in the cache; infinite if no token can be drawn
+    # of a decode step with the first piece in the cache; infinite if no token can be drawn
+    ms_per_token: float
     figures: Figures  # of the text, against the reference
-    # The attention's relative error in each layer, given that layer's inputs without quantization; zeros for the
-    # reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
+    # The attention's relative error in each layer, given that layer's inputs without quantization; zeros for
+    # the reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
     layer_errors: list[float]
     recalled: list[bool]  # each answer of the recall questions was exact; empty if none was asked
-    after_hit: list[bool]  # the same, of those whose facts were read from pages that another sequence had filled
+    # the same, of those whose facts were read from pages that another sequence had filled
+    after_hit: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +88,18 @@ def measure(
     tallies = [Tally() for _ in caches]
     times: list[float] = []
     for number, piece in enumerate(text.pieces):
-        compare(model, piece, caches, tallies, expected=None if others is None else others.rows(number), fed=fed)
+        compare(
+            model, piece, caches, tallies, expected=None if others is None else others.rows(number), fed=fed
+        )
         times = times or step_ms(model, caches)
     errors: dict[CacheFormat, list[float]] = {}
     for split in splits:
         assert isinstance(model, Decoder)
         exact = CacheFormat(0, bias_split=split).make_cache(model, len(first[:LAYER_TOKENS]))
         own = {f: cache for f, cache in zip(measured, caches[1:], strict=True) if f.bias_split == split}
-        errors |= zip(own, layer_errors(model, first[:LAYER_TOKENS], exact, list(own.values()), fed=fed), strict=True)
+        errors |= zip(
+            own, layer_errors(model, first[:LAYER_TOKENS], exact, list(own.values()), fed=fed), strict=True
+        )
     results = [
         FormatResult(
             format=f,
@@ -111,7 +125,9 @@ def measure(
 
 
 def figures_json(report: Report) -> dict[str, Any]:
-    """The report as one JSON object; an infinite figure is null, beside a count of predictions that are not finite."""
+    """The report as one JSON object; an infinite figure is null, beside a count of predictions that are
+    not finite.
+    """
     text = report.text
     pieces = {"pieces": len(text.pieces), "tokens_left_out": text.left_out}
     return {

@@ -16,7 +16,8 @@ from kvant.tools.report.measure import Report
 from kvant.tools.report.tune import Row
 
 CAPTION = (
-    "KLD: nats, of the distribution without quantization against the format's. Top-1: the same likeliest token. "
+    "KLD: nats, of the distribution without quantization against the format's. Top-1: the same likeliest "
+    "token. "
     "Layer: the largest relative error of a layer's attention, given that layer's own inputs."
 )
 RECALL = " Recall: answers exact in every token, of those asked."
@@ -35,8 +36,13 @@ def describe(report: Report) -> list[str]:
         f"{report.model} on {text.name}: {text.tokens} tokens{pieces}{left_out}",
         f"{environment.device}, {environment.cores} cores, {environment.system}; "
         f"kvant {environment.versions['kvant']}, MLX {environment.versions['mlx']}, BLAS: {environment.blas}",
-        f"{compared} 0: a cache that is not quantized, {report.dtype}; decode times with {len(text.pieces[0])} tokens",
-        *([] if report.reference.layer_errors else ["layers are not measured one by one: the model is mlx-lm's"]),
+        f"{compared} 0: a cache that is not quantized, {report.dtype}; decode times with "
+        f"{len(text.pieces[0])} tokens",
+        *(
+            []
+            if report.reference.layer_errors
+            else ["layers are not measured one by one: the model is mlx-lm's"]
+        ),
     ]
 
 
@@ -48,9 +54,19 @@ def table(report: Report) -> Table:
         for r in results
         if r.figures.non_finite
     ]
-    hits = ", ".join(f"{r.format.label} {sum(r.after_hit)}/{len(r.after_hit)}" for r in results if r.after_hit)
+    hits = ", ".join(
+        f"{r.format.label} {sum(r.after_hit)}/{len(r.after_hit)}" for r in results if r.after_hit
+    )
     hits = f"Recall of what was read from shared pages: {hits}." if hits else ""
-    columns = ("per-\nplexity", "mean\nKLD", "p99\nKLD", "top-1\n%", "layer\nerror", "bytes a\ntoken", "ms a\ntoken")
+    columns = (
+        "per-\nplexity",
+        "mean\nKLD",
+        "p99\nKLD",
+        "top-1\n%",
+        "layer\nerror",
+        "bytes a\ntoken",
+        "ms a\ntoken",
+    )
     made = _table("Quality by cache format", (*columns, *["recall"] * bool(asked)))
     made.caption = Line("\n".join([CAPTION + RECALL * bool(asked), *filter(None, [hits]), *broken]))
     for result in results:

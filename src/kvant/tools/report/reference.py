@@ -1,6 +1,7 @@
 """Log-probabilities that llama.cpp wrote, with ``llama-perplexity --kl-divergence-base FILE``.
 
-The file has a text in pieces of one length, and of the second half of each the model's predictions, in 16 bits each.
+The file has a text in pieces of one length, and of the second half of each the model's predictions, in 16
+bits each.
 Source: tools/perplexity/perplexity.cpp of llama.cpp.
 """
 
@@ -30,7 +31,9 @@ class Reference:
     start: int  # bytes before the first prediction
 
     def rows(self, piece: int) -> mx.array:
-        """(N, vocabulary) float32 log-probabilities after the last tokens of a piece but its very last, N of them."""
+        """(N, vocabulary) float32 log-probabilities after the last tokens of a piece but its very last, N
+        of them.
+        """
         length = len(self.text.pieces[0])
         count, width = _predictions(length), _row_bytes(self.vocabulary)
         with open_given(self.path) as file:
@@ -40,23 +43,25 @@ class Reference:
         factor, least = mx.split(rows[:, :ROW_HEADER].view(mx.float32), 2, axis=1)
         values = rows[:, ROW_HEADER:].view(mx.uint16)[:, : self.vocabulary].astype(mx.float32)
         found = values * factor + least
-        # What is far below the likeliest is raised to one value; llama.cpp leaves it out, too. The rest, rounded, does
-        # not sum to 1.
+        # What is far below the likeliest is raised to one value; llama.cpp leaves it out, too. The rest,
+        # rounded, does not sum to 1.
         return log_probabilities(mx.where(found > LEAST, found, -math.inf))
 
 
 def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
     """The file's text, its predictions to be read a piece at a time.
 
-    llama.cpp puts ``bos`` in place of each piece's first token, if the tokenizer begins a text with it; the file has
-    the text's own there.
+    llama.cpp puts ``bos`` in place of each piece's first token, if the tokenizer begins a text with it; the
+    file has the text's own there.
     """
     try:
         with open_given(path) as file:
             head = file.read(HEADER)
             if len(head) < HEADER or not head.startswith(MAGIC):
                 raise KvantError(f"{path}: not a file of llama-perplexity --kl-divergence-base")
-            length, vocabulary, count = (int.from_bytes(head[8 + 4 * n : 12 + 4 * n], "little") for n in range(3))
+            length, vocabulary, count = (
+                int.from_bytes(head[8 + 4 * n : 12 + 4 * n], "little") for n in range(3)
+            )
             if vocabulary != vocab_size:
                 raise KvantError(
                     f"{path}: of a model with {vocabulary} tokens in its vocabulary; expected {vocab_size}"
@@ -64,8 +69,11 @@ def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
             start = HEADER + 4 * length * count
             expected = start + count * _predictions(length) * _row_bytes(vocabulary)
             if length < 4 or count < 1 or os.fstat(file.fileno()).st_size != expected:
-                raise KvantError(f"{path}: not whole; {count} pieces of {length} tokens take {expected} bytes")
-            ids: list[int] = mx.array(memoryview(bytearray(file.read(start - HEADER)))).view(mx.int32).tolist()  # type: ignore[arg-type, assignment]
+                raise KvantError(
+                    f"{path}: not whole; {count} pieces of {length} tokens take {expected} bytes"
+                )
+            stored = bytearray(file.read(start - HEADER))
+            ids: list[int] = mx.array(memoryview(stored)).view(mx.int32).tolist()  # type: ignore[arg-type, assignment]
     except OSError as error:
         raise KvantError(f"{path}: cannot be read: {one_line(error)}") from error
     if not all(0 <= token < vocabulary for token in ids):
@@ -73,7 +81,9 @@ def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
     pieces = [ids[first : first + length] for first in range(0, len(ids), length)]
     if bos is not None:
         pieces = [[bos, *piece[1:]] for piece in pieces]
-    return Reference(path, Text(f"the tokens of {path.name}", tuple(map(tuple, pieces)), 0), vocabulary, start)
+    return Reference(
+        path, Text(f"the tokens of {path.name}", tuple(map(tuple, pieces)), 0), vocabulary, start
+    )
 
 
 def _predictions(length: int) -> int:

@@ -1,4 +1,6 @@
-"""Runs of right tokens through caches: predictions compared, answers checked, layers by themselves, steps timed."""
+"""Runs of right tokens through caches: predictions compared, answers checked, layers by themselves, steps
+timed.
+"""
 
 import math
 import time
@@ -34,10 +36,11 @@ def feed(
     step_size: int = STEP_SIZE,
     fed: Fed = lambda _: None,
 ) -> Iterator[mx.array]:
-    """Empty a cache and feed it tokens. Yields a decoder's hidden states of each chunk, another model's logits.
+    """Empty a cache and feed it tokens. Yields a decoder's hidden states of each chunk, another model's
+    logits.
 
-    A chunk's own keys and values are read back from the cache, quantized, as those before it: the states are those of
-    feeding token by token.
+    A chunk's own keys and values are read back from the cache, quantized, as those before it: the states are
+    those of feeding token by token.
     """
     cache.reset()
     for first in range(0, len(ids), step_size):
@@ -68,11 +71,15 @@ def compare(
         caches: the first one's predictions are taken for right, unless others are expected.
         tallies: one for each cache; added to.
         reference: the model of the first cache; default: ``model``.
-        expected: (N, vocab) log-probabilities after the last N tokens before the very last: no others are compared.
+        expected: (N, vocab) log-probabilities after the last N tokens before the very last: no others are
+            compared.
     """
     models = [reference or model, *[model] * (len(caches) - 1)]
     step_size = min(_step_size(own, step_size) for own in models)
-    runs = [feed(own, piece, cache, step_size=step_size, fed=fed) for own, cache in zip(models, caches, strict=True)]
+    runs = [
+        feed(own, piece, cache, step_size=step_size, fed=fed)
+        for own, cache in zip(models, caches, strict=True)
+    ]
     most = _logits_at_once(model)
     place, first = 0, 0 if expected is None else len(piece) - 1 - len(expected)
     end = len(piece) if expected is None else len(piece) - 1
@@ -87,15 +94,21 @@ def compare(
             given = log_probabilities(_logits(models[0], states[0]))
             mx.eval(given)
             if not mx.isfinite(mx.logsumexp(given, axis=-1)).all().item():
-                raise KvantError("without quantization the model's logits are not finite; there is nothing to compare")
+                raise KvantError(
+                    "without quantization the model's logits are not finite; there is nothing to compare"
+                )
             right = given if expected is None else expected[start - first :][: len(states[0])]
             tallies[0].add(right, given, following)
             for own, tally in zip(states[1:], tallies[1:], strict=True):
                 tally.add(right, log_probabilities(_logits(model, own)), following)
 
 
-def answer(model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
-    """Whether each answer would be written greedily: each of its tokens is the likeliest after those before it."""
+def answer(
+    model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: Fed = lambda _: None
+) -> list[bool]:
+    """Whether each answer would be written greedily: each of its tokens is the likeliest after those
+    before it.
+    """
     step_size = _step_size(model, STEP_SIZE)
     states = mx.concatenate(list(feed(model, dialogue.ids, cache, step_size=step_size, fed=fed)))
     return _are_right(_logits(model, states), dialogue)
@@ -104,7 +117,9 @@ def answer(model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: 
 def answer_after_hit(
     model: LanguageModel, cache: CacheFormat, dialogues: Sequence[Dialogue], *, fed: Fed = lambda _: None
 ) -> list[bool]:
-    """As :func:`answer`, where what is before the first answer is read from pages that another sequence filled."""
+    """As :func:`answer`, where what is before the first answer is read from pages that another sequence
+    filled.
+    """
     if not dialogues:
         return []
     most = max(len(dialogue.ids) for dialogue in dialogues)
@@ -153,12 +168,16 @@ def _logits_at_once(model: LanguageModel) -> int:
 
 
 class SideBySide:
-    """A layer's exact cache, which it attends through, and others that are given the same keys, values and queries."""
+    """A layer's exact cache, which it attends through, and others that are given the same keys, values and
+    queries.
+    """
 
     def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
         self._all = (exact, *others)
-        self.front = Front(bias_split=exact.front.bias_split)  # the others must have a bias split if it has one
-        self.squares = [0.0] * (1 + len(others))  # sums, of the exact outputs and of the others' differences from them
+        # the others must have a bias split if it has one
+        self.front = Front(bias_split=exact.front.bias_split)
+        # sums, of the exact outputs and of the others' differences from them
+        self.squares = [0.0] * (1 + len(others))
 
     def attend(
         self,
@@ -170,7 +189,8 @@ class SideBySide:
     ) -> mx.array:
         """Attend through all caches; return the exact one's output."""
         exact, *others = (
-            each.attend(each.front.queries(query), each.front.keys(key), value, mask, sinks) for each in self._all
+            each.attend(each.front.queries(query), each.front.keys(key), value, mask, sinks)
+            for each in self._all
         )
         wide = exact.astype(mx.float32)
         squares = [mx.square(x).sum() for x in (wide, *(given.astype(mx.float32) - wide for given in others))]
@@ -187,7 +207,12 @@ class SideBySide:
 
 
 def layer_errors(
-    model: Decoder, piece: Sequence[int], exact: ModelCache, caches: Sequence[ModelCache], *, fed: Fed = lambda _: None
+    model: Decoder,
+    piece: Sequence[int],
+    exact: ModelCache,
+    caches: Sequence[ModelCache],
+    *,
+    fed: Fed = lambda _: None,
 ) -> list[list[float]]:
     """Each cache's error in every layer, given the queries, keys and values of a run through ``exact``.
 
@@ -210,7 +235,8 @@ def layer_errors(
 def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
     """Median milliseconds of a token through each cache; infinite if no token can be drawn.
 
-    Caches take turns, forwards and backwards: a drift favors none. Each has the same tokens, at least ``STEPS`` + 1.
+    Caches take turns, forwards and backwards: a drift favors none. Each has the same tokens, at least
+    ``STEPS`` + 1.
     """
     times: list[list[float]] = [[] for _ in caches]
     order = list(range(len(caches)))

@@ -1,4 +1,5 @@
-"""Generated tasks of memory and reasoning, of the kinds of the benchmark RULER: what a cache format forgets shows.
+"""Generated tasks of memory and reasoning, of the kinds of the benchmark RULER: what a cache format forgets
+shows.
 
 RULER: arXiv 2404.06654. As there, the score is the share of expected strings that occur in the answer.
 """
@@ -28,9 +29,12 @@ NUMBERS = range(10_000, 100_000)
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 # The embedded model knows these.
 NAMES = ("Ada Ben Emma Felix Gus Hugo Jack Leo Lily " + "Max Milo Rex Ruby Sam Tara Theo Tom Zoe").split()
-THINGS = ("ball bell book boat cup drum flag hat jar " + "key kite lamp map ring rope shell spoon stone").split()
+THINGS = (
+    "ball bell book boat cup drum flag hat jar " + "key kite lamp map ring rope shell spoon stone"
+).split()
 
-Task = tuple[str, str, str, Sequence[str]]  # a text, a question, the answer's beginning, and strings it should have
+# a text, a question, the answer's beginning, and strings it should have
+Task = tuple[str, str, str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,9 @@ class Hay:
         return ["".join(SYLLABLES[n // base**place % base] for place in range(syllables)) for n in numbers]
 
     def hide(self, sentences: Sequence[str]) -> str:
-        """The piece with sentences in their order at equal distances, number ``int(depth * count)`` at the depth."""
+        """The piece with sentences in their order at equal distances, number ``int(depth * count)`` at the
+        depth.
+        """
         shown, count = self.piece, len(sentences)
         for place in reversed(range(count)):
             at = _sentence(self.piece, int((self.depth % (1 / count) + place / count) * len(self.piece)))
@@ -115,7 +121,12 @@ def _common(hay: Hay) -> Task:
     listed = words[:COMMON] * times + words[COMMON : len(words) - COMMON * (times - 1)]
     hay.rng.shuffle(listed)
     question = f"Which {COMMON} words occur most often in the list?"
-    return f"Here is a list. {', '.join(listed)}.", question, "The words that occur most often are", words[:COMMON]
+    return (
+        f"Here is a list. {', '.join(listed)}.",
+        question,
+        "The words that occur most often are",
+        words[:COMMON],
+    )
 
 
 KINDS: Mapping[str, Callable[[Hay], Task]] = {
@@ -129,7 +140,9 @@ KINDS: Mapping[str, Callable[[Hay], Task]] = {
 
 
 def haystack(path: Path | None) -> str:
-    """The text around what is to be found: a file's, or stories that the embedded model was not trained on."""
+    """The text around what is to be found: a file's, or stories that the embedded model was not trained
+    on.
+    """
     if path is not None:
         return " ".join(read_text(path).split())
     said = [message for document in heldout_documents() for message in document.get("messages", ())]
@@ -137,11 +150,13 @@ def haystack(path: Path | None) -> str:
     return " ".join(dict.fromkeys(story for story in told if len(story.split()) > STORY_WORDS))
 
 
-def make_samples(tokenizer: Tokenizer, text: str, lengths: Sequence[int], samples: int, seed: int) -> list[Sample]:
+def make_samples(
+    tokenizer: Tokenizer, text: str, lengths: Sequence[int], samples: int, seed: int
+) -> list[Sample]:
     """So many samples of each kind and length; the same seed makes the same.
 
-    As much of the ``text`` is read as fits, from a random sentence on, again and again. Prompt and answer have at most
-    so many tokens as a length says; what is asked for is at depths that are spread evenly.
+    As much of the ``text`` is read as fits, from a random sentence on, again and again. Prompt and answer
+    have at most so many tokens as a length says; what is asked for is at depths that are spread evenly.
     """
 
     def made(kind: str, tokens: int, number: int, size: int) -> Sample:
@@ -162,10 +177,14 @@ def make_samples(tokenizer: Tokenizer, text: str, lengths: Sequence[int], sample
         sizes = range(LEAST_TEXT, MOST_TEXT * tokens)
         fitting = bisect_right(sizes, tokens, key=lambda size: made(kind, tokens, number, size).needed)
         if not fitting:
-            raise ValueError(f"{tokens} tokens; {kind!r} takes {made(kind, tokens, number, LEAST_TEXT).needed}")
+            raise ValueError(
+                f"{tokens} tokens; {kind!r} takes {made(kind, tokens, number, LEAST_TEXT).needed}"
+            )
         return made(kind, tokens, number, sizes[fitting - 1])
 
-    return [longest(kind, tokens, number) for kind in KINDS for tokens in lengths for number in range(samples)]
+    return [
+        longest(kind, tokens, number) for kind in KINDS for tokens in lengths for number in range(samples)
+    ]
 
 
 def answer_samples(
@@ -175,7 +194,8 @@ def answer_samples(
     formats: Sequence[CacheFormat],
     progress: Progress = lambda done, total: None,
 ) -> dict[CacheFormat, list[str]]:
-    """Each format's greedy answers, the full cache's first; "" where logits were not finite. One cache at a time.
+    """Each format's greedy answers, the full cache's first; "" where logits were not finite. One cache at a
+    time.
 
     ``progress`` is called with (prompt tokens read, prompt tokens to be read).
     """
@@ -187,7 +207,9 @@ def answer_samples(
             cache.reset()
             texts.append("")
             with suppress(LogitsError):
-                texts[-1] = generate(model, tokenizer, sample.ids, max_tokens=sample.max_tokens, prompt_cache=cache)
+                texts[-1] = generate(
+                    model, tokenizer, sample.ids, max_tokens=sample.max_tokens, prompt_cache=cache
+                )
             progress(done := done + len(sample.ids), total)
     return answers
 
@@ -197,7 +219,9 @@ def score(answer: str, expected: Sequence[str]) -> float:
     return sum(each.lower() in answer.lower() for each in expected) / len(expected)
 
 
-def task_rows(samples: Sequence[Sample], answers: Mapping[CacheFormat, Sequence[str]]) -> list[dict[str, Any]]:
+def task_rows(
+    samples: Sequence[Sample], answers: Mapping[CacheFormat, Sequence[str]]
+) -> list[dict[str, Any]]:
     """Of each kind and length every format's score, in percent, and how many answers are the full cache's."""
     rows = []
     for kind, tokens in dict.fromkeys((sample.kind, sample.tokens) for sample in samples):
@@ -206,6 +230,8 @@ def task_rows(samples: Sequence[Sample], answers: Mapping[CacheFormat, Sequence[
         for own, texts in answers.items():
             percent = 100 * sum(score(texts[n], samples[n].expected) for n in places) / len(places)
             same = sum(texts[n] == answers[REFERENCE][n] for n in places)
-            row["formats"].append({"format": own.label, "score_percent": round(percent, 2), "same_answers": same})
+            row["formats"].append(
+                {"format": own.label, "score_percent": round(percent, 2), "same_answers": same}
+            )
         rows.append(row)
     return rows

@@ -1,4 +1,6 @@
-"""The text, a file or the built-in held-out conversations, as token ids; and questions whose answers are known."""
+"""The text, a file or the built-in held-out conversations, as token ids; and questions whose answers are
+known.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -16,7 +18,8 @@ from kvant.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 BUILT_IN = "built-in held-out conversations"
-STORY_WORDS = 30  # an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
+# an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
+STORY_WORDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +53,22 @@ class Dialogue:
 
 @cache
 def heldout_documents() -> tuple[dict[str, Any], ...]:
-    """The embedded model's held-out documents: ``kind``, and ``text`` or ``messages``; questions have an ``answer``."""
+    """The embedded model's held-out documents: ``kind``, and ``text`` or ``messages``; questions have an
+    ``answer``.
+    """
     lines = (resources.files("kvant") / POCKET / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     return tuple(json.loads(line) for line in lines)
 
 
 def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
-    """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's own form."""
-    ids = [token for document in _in_turn() for token in encode_rendered(tokenizer, _written(tokenizer, document))]
+    """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's
+    own form.
+    """
+    ids = [
+        token
+        for document in _in_turn()
+        for token in encode_rendered(tokenizer, _written(tokenizer, document))
+    ]
     return _cut(BUILT_IN, ids, context, tokens)
 
 
@@ -87,7 +98,9 @@ def _cut(name: str, ids: list[int], context: int, tokens: int) -> Text:
 
 
 def recall_dialogues(tokenizer: Tokenizer, tokens: int) -> list[Dialogue]:
-    """Built-in questions for one fact among many of its kind, at most ``tokens`` tokens of them; maybe none."""
+    """Built-in questions for one fact among many of its kind, at most ``tokens`` tokens of them; maybe
+    none.
+    """
     found: list[Dialogue] = []
     for document in _in_turn("recall"):  # conversations of all lengths are among the first
         dialogue = read_dialogue(tokenizer, document)
@@ -136,4 +149,6 @@ def _written(tokenizer: Tokenizer, document: dict[str, Any]) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # a template is a program: it can fail in any way
-        raise PromptError(f"the chat template fails on the built-in text: {error}; --text takes another") from error
+        raise PromptError(
+            f"the chat template fails on the built-in text: {error}; --text takes another"
+        ) from error

@@ -1,4 +1,6 @@
-"""Tuning a cache's format for a model: parts of the front, and bits of keys and values, chosen by divergence a byte."""
+"""Tuning a cache's format for a model: parts of the front, and bits of keys and values, chosen by
+divergence a byte.
+"""
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
@@ -30,8 +32,9 @@ class Watched(Front):
     """A front that changes nothing and counts what goes through.
 
     Attributes:
-        sums: by name, of each kv head and channel, (K, 1, D) float32: "tokens", "keys" and "key squares", which are
-            less "base", the first tokens' mean, and "query squares" of the query heads that read a kv head.
+        sums: by name, of each kv head and channel, (K, 1, D) float32: "tokens", "keys" and "key squares",
+            which are less "base", the first tokens' mean, and "query squares" of the query heads that read a
+            kv head.
     """
 
     sums: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +63,8 @@ class Statistics:
     mean: mx.array  # of keys
     spread: mx.array  # their standard deviation
     queries: mx.array  # the root mean square of the queries that read them
-    pairs: tuple[int, ...]  # rotary, whose biases are split off: the balance has to be the same for both elements
+    # rotary, whose biases are split off: the balance has to be the same for both elements
+    pairs: tuple[int, ...]
 
     @classmethod
     def of(cls, watched: Watched) -> "Statistics":
@@ -69,12 +73,16 @@ class Statistics:
         mean = sums["keys"] / tokens
         spread = mx.sqrt(mx.maximum(sums["key squares"] / tokens - mx.square(mean), 1e-12))
         # Of a model that attends in its own way no queries are seen.
-        squares = sums.get("query squares", tokens * mx.ones_like(mean)).reshape(K, -1, mean.shape[-1]).mean(axis=1)
+        squares = (
+            sums.get("query squares", tokens * mx.ones_like(mean)).reshape(K, -1, mean.shape[-1]).mean(axis=1)
+        )
         found = (mean + sums["base"]).squeeze(1), spread.squeeze(1), mx.sqrt(squares / tokens)
         return cls(*found, () if split is None else split.pairs)
 
     def choice(self, keys: int, values: int, group: int, parts: str) -> LayerChoice:
-        """How a layer stores tokens with bits of keys and of values, and some of center, balance and rotate."""
+        """How a layer stores tokens with bits of keys and of values, and some of center, balance and
+        rotate.
+        """
         names = parts.split("+")
         means: Any = self.mean.tolist()
         center = [[float(f"{x:.4g}") for x in row] for row in means] if "center" in names else []
@@ -116,11 +124,12 @@ def tune(
     max_kld: float,
     progress: Progress = lambda done, total: None,
 ) -> tuple[KVFormat, list[Row]]:
-    """Choose parts of the front for all layers, then layers that get 8 bits, until the divergence is small enough.
+    """Choose parts of the front for all layers, then layers that get 8 bits, until the divergence is small
+    enough.
 
-    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte; or keys and values of
-    single layers, if that takes much less. ``progress`` is called with (tokens fed, tokens to be fed at most). Returns
-    the format, and all that was tried, in order.
+    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte; or keys and
+    values of single layers, if that takes much less. ``progress`` is called with (tokens fed, tokens to be
+    fed at most). Returns the format, and all that was tried, in order.
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
@@ -155,7 +164,9 @@ def tune(
             return tried[-len(given) :]
 
         def least(singles: Mapping[str, set[Side]]) -> tuple[Row, set[Side]]:
-            """The fewest of them that leave little enough, those first that gain most a byte; all, if none do."""
+            """The fewest of them that leave little enough, those first that gain most a byte; all, if none
+            do.
+            """
             rows = dict(zip(singles, measure(singles), strict=True))
             costs = {name: row.cache_bytes - size for name, row in rows.items() if row.cache_bytes > size}
             order = sorted(costs, key=lambda name: (rows[name].figures.mean_kld_nats - kld) / costs[name])
@@ -169,7 +180,9 @@ def tune(
                 return found[count]
 
             counts = range(1, len(order))  # the more of them, the less they leave
-            return first(1 + bisect_left(counts, True, key=lambda n: first(n)[0].figures.mean_kld_nats <= max_kld))
+            return first(
+                1 + bisect_left(counts, True, key=lambda n: first(n)[0].figures.mean_kld_nats <= max_kld)
+            )
 
         last, more = least({f"layer {n}": {(n, side) for side in SIDES} for n in range(len(seen))})
         row, apart = least({f"{side} of layer {n}": {(n, side)} for n in range(len(seen)) for side in SIDES})
@@ -177,7 +190,9 @@ def tune(
             last, more = row, apart
     chosen = made(parts, more).kv_format
     assert chosen is not None
-    return replace(chosen, figures={"tokens": text.tokens, "mean_kld_nats": last.figures.mean_kld_nats}), tried
+    return replace(
+        chosen, figures={"tokens": text.tokens, "mean_kld_nats": last.figures.mean_kld_nats}
+    ), tried
 
 
 def measured(
