@@ -99,17 +99,17 @@ def _way(model: llama.Model, cache: Any, context: int) -> Callable[[], list[floa
     own = isinstance(cache, BridgedCache)
 
     def logits_of(ids: mx.array) -> mx.array:
-        return model(ids, cache=cache.entries if own else cache)[:, -1]
+        return model(ids, cache=cache.batch.entries if own else cache)[:, -1]
 
     if own:
-        cache.begin(prompt)
+        cache.batch.begin(prompt)
     mx.eval(logits_of(prompt))
     if own:
         cache.commit()
 
     def step(token: mx.array) -> mx.array:
         if own:
-            cache.begin(token[None])
+            cache.batch.begin(token[None])
         logits = logits_of(token[None])
         following = mx.argmax(logits - mx.logsumexp(logits, axis=-1, keepdims=True), axis=-1)
         if own:
@@ -117,7 +117,7 @@ def _way(model: llama.Model, cache: Any, context: int) -> Callable[[], list[floa
         mx.async_eval(following)
         token.item()
         if own:
-            cache.commit(ids=[[0]])
+            cache.batch.commit(ids=[[0]])
         return following
 
     def block() -> list[float]:

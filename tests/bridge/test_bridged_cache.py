@@ -19,7 +19,7 @@ from kvant.bridge.pool import BridgedCache, CacheBytes, make_model_cache, pool_n
 from kvant.bridge.probe import probe
 from kvant.bridge.prompt_cache import make_prompt_cache
 from kvant.cache import CacheOptions
-from kvant.cache.pool import sizes_alone
+from kvant.cache.pool import single_sizes
 from kvant.errors import ContextError
 
 
@@ -36,7 +36,7 @@ def test_a_step_that_is_not_committed_leaves_no_trace(
     append = BridgedLayer.update_and_fetch
 
     def broken(layer: BridgedLayer, *given: mx.array) -> tuple[mx.array, mx.array]:
-        if layer is disturbed.views[-1]:
+        if layer is disturbed.batch.views[-1]:
             raise InterruptedError
         return append(layer, *given)
 
@@ -47,7 +47,7 @@ def test_a_step_that_is_not_committed_leaves_no_trace(
             patch.setattr(BridgedLayer, "update_and_fetch", broken)
             with pytest.raises(InterruptedError):
                 feed(model, disturbed, [94] * 18, commits=False)
-        disturbed.end_step()
+        disturbed.batch.end_step()
         assert disturbed.offset == quiet.offset
         given = feed(model, disturbed, tokens)
         assert mx.array_equal(given, feed(model, quiet, tokens))
@@ -71,7 +71,7 @@ def test_pages_of_windows_move(name: str) -> None:
         fed += count
     assert fed == 600
     assert relative_error(mx.concatenate(given, axis=1), expected) < 1e-4
-    parts = zip(cache.pool.parts, cache.held.tables, strict=True)
+    parts = zip(cache.pool.parts, cache.sequence.tables, strict=True)
     assert [table.first > 256 for part, table in parts if part.window] == [True]
 
 
@@ -113,9 +113,9 @@ def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
 def test_bytes_are_known_before_and_the_same_after(name: str) -> None:
     model, _ = build(name)
     for options in (CacheOptions(0), CacheOptions(8, 16), CacheOptions(4)):
-        planned = pool_needs(probe(model), sizes_alone(40), options)
+        planned = pool_needs(probe(model), single_sizes(40), options)
         # constants; nothing of the model is computed
-        assert peak_bytes(lambda: pool_needs(probe(model), sizes_alone(40), options)) < 2**16  # noqa: B023
+        assert peak_bytes(lambda: pool_needs(probe(model), single_sizes(40), options)) < 2**16  # noqa: B023
         cache = make_model_cache(model, 40, options)
         assert cache.used == CacheBytes(planned.keys_values, 0)
         for tokens in (PROMPT[:25], PROMPT[25:], [5]):
@@ -134,7 +134,7 @@ def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:
         cache = model.make_cache(max_seq_len)
         for tokens in (PROMPT, [5], [6]):
             used = peak_bytes(lambda: mx.eval(model.next_logits(mx.array([tokens]), cache)))  # noqa: B023
-            cache.commit(ids=[tokens])
+            cache.batch.commit(ids=[tokens])
         peaks.append(used)
     assert peaks[1] < peaks[0] + 2**16
 
@@ -142,7 +142,7 @@ def test_a_step_copies_nothing_where_a_model_ties_its_arrays_together() -> None:
 def test_a_step_holds_the_floats_of_one_layer_at_a_time() -> None:
     model = bridged("qwen3", num_hidden_layers=12)
     cache = model.make_cache(8200)
-    cache.held.commit([1] * 8000)  # as if they had been fed: its rows are zeros
+    cache.sequence.commit([1] * 8000)  # as if they had been fed: its rows are zeros
     used = peak_bytes(lambda: mx.eval(model.next_logits(mx.array([[5]]), cache)))
     assert used < 6 * 8000 * 2 * 2 * 32 * 4
 
@@ -151,21 +151,21 @@ def test_a_step_is_begun_before_the_model_is_called() -> None:
     model, _ = build("qwen3")
     cache = make_model_cache(model, 8)
     with pytest.raises(RuntimeError, match="no step was begun"):
-        model(mx.array([[1]]), cache=cache.entries)
-    cache.begin(mx.array([[1, 2]]))
-    model(mx.array([[1, 2]]), cache=cache.entries)
+        model(mx.array([[1]]), cache=cache.batch.entries)
+    cache.batch.begin(mx.array([[1, 2]]))
+    model(mx.array([[1, 2]]), cache=cache.batch.entries)
     with pytest.raises(RuntimeError, match="twice in one step"):
-        model(mx.array([[1, 2]]), cache=cache.entries)
+        model(mx.array([[1, 2]]), cache=cache.batch.entries)
     cache.commit(2)
     with pytest.raises(ContextError, match="7 more tokens do not fit: 2 of the 8"):
-        cache.begin(mx.array([[1] * 7]))
+        cache.batch.begin(mx.array([[1] * 7]))
     with pytest.raises(ValueError, match="inputs has 2 sequences; expected 1"):
-        cache.begin(mx.array([[1], [2]]))
+        cache.batch.begin(mx.array([[1], [2]]))
     states, _ = build("mamba")  # a limit, too, though no layer has rows
     cache = make_model_cache(states, 8)
     feed(states, cache, [1] * 6)
     with pytest.raises(ContextError, match="3 more tokens do not fit: 6 of the 8"):
-        cache.begin(mx.array([[1] * 3]))
+        cache.batch.begin(mx.array([[1] * 3]))
 
 
 def test_released_memory_is_given_back() -> None:
@@ -179,7 +179,7 @@ def test_released_memory_is_given_back() -> None:
     mx.clear_cache()
     assert mx.get_active_memory() - before < 2**16
     with pytest.raises(RuntimeError, match="was released; expected one that was not"):
-        cache.begin(mx.array([[1]]))
+        cache.batch.begin(mx.array([[1]]))
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "deepseek_v32", "falcon_h1"])

@@ -53,10 +53,10 @@ def test_a_conversation_goes_back(name: str) -> None:
     assert asked(before[2])[0] in (last_turn, len(before[2]) - 1)  # a window goes back a few tokens by itself
     assert asked([*before[2][:-40], *turn(rng, 30)])[0] in (last_turn, last_turn + 1)
     assert asked([*before[2][:50], *turn(rng, 60)])[0] == 50
-    assert len(cache.held.kept_arrays) > 0
+    assert len(cache.sequence.kept_arrays) > 0
     assert cache.fork().offset == cache.offset
     cache.reset()
-    assert cache.held.kept_arrays == []
+    assert cache.sequence.kept_arrays == []
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba", "gpt_oss"])
@@ -118,7 +118,7 @@ def test_going_back_is_interrupted(name: str) -> None:
         for start in range(0, 400, 50):
             mx.eval(model(mx.array([text[start : start + 50]]), cache=cache))
             if start == 50:
-                cache.held.share_prefix(last_page=True)
+                cache.sequence.share_prefix(last_page=True)
         return cache
 
     counted, expected, lengths = Interruption(0), {}, set()

@@ -305,7 +305,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="the pool is for a model with other layers"):
         bridged("llama").next_logits(mx.array([[1]]), pool.batch([pool.sequence(10)]))
     with pytest.raises(ValueError, match="the cache is for a model with other layers"):
-        pool.sequence(200).load(bridged("gpt_oss").make_cache(64).held)
+        pool.sequence(200).load(bridged("gpt_oss").make_cache(64).sequence)
     padded = bridged("deepseek_v3")
     with pytest.raises(ValueError, match="deterministic is not possible with deepseek_v3"):
         Scheduler(padded, _pool(padded, prefill_step_size=128), max_batch=2, deterministic=True)

@@ -103,7 +103,7 @@ class _Life:
 
     def check(self) -> None:
         for cache in self.others:
-            assert (cache.lengths, cache.ids) == (self.alone.lengths, self.alone.ids)
+            assert (cache.batch.lengths, cache.ids) == (self.alone.batch.lengths, self.alone.ids)
 
 
 @pytest.mark.parametrize("name", ["windowed", *KINDS])
@@ -144,7 +144,7 @@ def test_while_a_run_is_suspended(name: str, pocket: Any, tmp_path: Path) -> Non
     others[1].load(tmp_path / "saved")
     assert given + [token for token, _ in run] == tokens
     for other in others:
-        assert other.ids == [PROMPT + tokens[:4]]  # all that was handed out but the last
+        assert other.ids == PROMPT + tokens[:4]  # all that was handed out but the last
         assert [token for token, _ in Run(model, tokens[4:5], other, max_tokens=7)] == tokens[5:]
 
 

@@ -11,7 +11,7 @@ from kvant.cache.identity import Identity
 from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.cache.layer_format import LayerFormat, describe_formats, difference
 from kvant.cache.options import CacheOptions
-from kvant.cache.pool import pool_bytes, sizes_alone
+from kvant.cache.pool import pool_bytes, single_sizes
 from kvant.errors import ArgumentError, SnapshotError
 
 PLAIN = LayerChoice(4, 32)
@@ -102,7 +102,7 @@ def test_bytes_are_known_before() -> None:
         own = LayerFormat.of_rows(2, 2, 2, 8, 2, "F32", **sizes)
         plain = LayerFormat.of_rows(2, 2, 2, 8, 2, "F32", window=None, max_seq_len=9)
         arrays = choice.front(range(2), 2).arrays
-        more = pool_bytes([own], **sizes_alone(9)) - pool_bytes([plain], **sizes_alone(9))
+        more = pool_bytes([own], **single_sizes(9)) - pool_bytes([plain], **single_sizes(9))
         assert more == sum(array.nbytes for array in arrays)
 
 

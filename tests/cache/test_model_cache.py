@@ -45,7 +45,7 @@ def test_mlx_lms_trim_counts_once(caches: tuple[Decoder, list[ModelCache], int])
     assert cache.nbytes == sum(layer.nbytes for layer in cache) > 0
     assert can_trim_prompt_cache(cache)
     assert [trim_prompt_cache(cache, 3) for _ in range(2)] == [3, 3]
-    assert (cache.offset, cache.ids) == (first + 3, [TEXT[:first] + IDS[:3]])
+    assert (cache.offset, cache.ids) == (first + 3, TEXT[:first] + IDS[:3])
     assert [layer.trim(1) for layer in reversed(cache)] == [1] * len(cache)
     assert [layer.trim(2) for layer in cache] == [2] * len(cache)
     assert cache.offset == first
@@ -61,7 +61,7 @@ def test_mlx_lms_own_loop_runs_on_it(pocket: Pocket) -> None:
     assert cache.max_seq_len == model.config.max_position_embeddings == 2048
     given = [token for token, _ in generate_step(mx.array(IDS), model, max_tokens=12, prompt_cache=cache)]
     assert given == [token for token, _ in Run(model, IDS, model.make_cache(64), max_tokens=12)]
-    assert cache.ids[0][: len(IDS) + 11] == IDS + given[:11]
+    assert cache.ids[: len(IDS) + 11] == IDS + given[:11]
 
 
 def test_interrupted_steps(caches: tuple[Decoder, list[ModelCache], int]) -> None:
@@ -87,12 +87,12 @@ def test_interrupted_steps(caches: tuple[Decoder, list[ModelCache], int]) -> Non
                 feed(used, TEXT[:first])
         assert Interruption(at).of(partial(feed, cache, new))
         held.add(cache.offset)
-        assert cache.ids == [TEXT[: cache.offset]]
+        assert cache.ids == TEXT[: cache.offset]
         assert {layer.offset for layer in cache} == {cache.offset}
         if cache.offset > first:
             feed(fresh, new)
         assert mx.array_equal(*(model(mx.array([[60, 61]]), cache=used) for used in (cache, fresh)))
-        check_pages(cache.pool, [cache.held])
+        check_pages(cache.pool, [cache.sequence])
     assert held == {first, first + len(new)}
 
 
@@ -113,7 +113,7 @@ def test_steps_and_commits_that_are_refused(pocket: Pocket) -> None:
         cache.commit(1)
     with pytest.raises(ContextError, match="9 more tokens do not fit: 0 of the 8 reserved tokens are used"):
         model(mx.array([[1] * 9]), cache=cache)
-    assert (cache.offset, cache.step) == (0, None)
+    assert (cache.offset, cache.batch.step) == (0, None)
 
 
 def test_a_list_of_layers_is_their_cache(pocket: Pocket) -> None:
@@ -122,7 +122,7 @@ def test_a_list_of_layers_is_their_cache(pocket: Pocket) -> None:
     model(mx.array([IDS]), cache=list(cache))
     model(mx.array([IDS]), cache=fresh)
     assert ModelCache.of(list(cache)) is ModelCache.of(cache) is cache
-    assert cache.ids == [IDS]
+    assert cache.ids == IDS
     other = copy.deepcopy(list(cache))
     assert ModelCache.of(other) is not cache
     model(mx.array([[5]]), cache=cache)

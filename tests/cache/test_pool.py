@@ -281,8 +281,8 @@ def test_one_thread_at_a_time(pocket: Pocket) -> None:
     mx.eval(ids)
     uses = [
         lambda: pool.sequence(1), lambda: batch.begin(ids), batch.commit, lambda: sequence.trim(0), sequence.fork,
-        sequence.share_prefix, sequence.release, lambda: sequence.load(other.held),
-        lambda: other.held.load(sequence),
+        sequence.share_prefix, sequence.release, lambda: sequence.load(other.sequence),
+        lambda: other.sequence.load(sequence),
     ]  # fmt: skip
     with pool.turn, ThreadPoolExecutor(1) as thread:
         for use in uses:

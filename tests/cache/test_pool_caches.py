@@ -16,7 +16,7 @@ from kvant.models import Decoder
 def _alone(sequence: PoolSequence, reserved: int) -> ModelCache:
     """A cache with the tokens of a sequence."""
     cache: ModelCache = sequence.pool.make_cache(reserved)
-    cache.held.load(sequence)
+    cache.sequence.load(sequence)
     return cache
 
 
@@ -47,11 +47,11 @@ def test_what_does_not_go_in(windows: Decoder, plain: Decoder) -> None:
     ]
     for cache, kind, message in refused:
         with pytest.raises(kind, match=message):
-            sequence.load(cache.held)
+            sequence.load(cache.sequence)
         assert sequence.length == 0
-    sequence.load(_fed(windows, 8, 10).held)
+    sequence.load(_fed(windows, 8, 10).sequence)
     with pytest.raises(ValueError, match="the sequence holds 10 tokens; expected an empty one"):
-        sequence.load(_fed(windows, 8, 10).held)
+        sequence.load(_fed(windows, 8, 10).sequence)
     with pytest.raises(ContextError, match="10 more tokens do not fit"):
         _alone(sequence, 9)
 
@@ -85,13 +85,13 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(
     sequence = pool.sequence(900)
     with monkeypatch.context() as patch:
         layers = iter(windows.layers[:2])
-        rows = cache.held.held_rows
-        patch.setattr(cache.held, "held_rows", lambda *given: next(layers) and rows(*given))
+        rows = cache.sequence.held_rows
+        patch.setattr(cache.sequence, "held_rows", lambda *given: next(layers) and rows(*given))
         with pytest.raises(StopIteration):
-            sequence.load(cache.held)
+            sequence.load(cache.sequence)
     assert sequence.length == 0
     check_pages(pool, [sequence])
-    sequence.load(cache.held)
+    sequence.load(cache.sequence)
     given = decode(windows, pool, [sequence], [5])
     assert close(given, windows(mx.array([[5]]), cache=cache)[:, -1])
 
@@ -101,6 +101,6 @@ def test_nothing_holds_the_arrays_afterwards(windows: Decoder) -> None:
     sequence = pool.sequence(900)
     prefill(windows, pool, sequence, TEXT[:300])
     before = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
-    pool.sequence(900).load(_alone(sequence, 900).held)
+    pool.sequence(900).load(_alone(sequence, 900).sequence)
     after = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))
     assert abs(after - before) < 200_000 < min(array.nbytes for array in pool.layers[0].arrays)

@@ -20,7 +20,7 @@ from support.pools import check_pages
 
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat, stored_dtype
-from kvant.cache.pool import Pool, PoolSequence, sizes_alone
+from kvant.cache.pool import Pool, PoolSequence, single_sizes
 from kvant.errors import ContextError
 from kvant.operators import cpu_decode, cpu_paged_attention, paged_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
@@ -54,7 +54,7 @@ class _Text:
         """The same text elsewhere, where it goes back ``back`` tokens at most."""
         floor = max(self.floor, len(self.ids) - back)
         if isinstance(made, ModelCache):
-            return _Text(made.held, list(self.ids), self.salt, made, floor)
+            return _Text(made.sequence, list(self.ids), self.salt, made, floor)
         return _Text(made, list(self.ids), self.salt, floor=floor)
 
 
@@ -135,7 +135,7 @@ class _Machine(RuleBasedStateMachine):
             )
         self.texts: list[_Text] = []
         self.pool = self._pool(RESERVED, tokens=pages * PAGE, sequences=MOST, prefill_step_size=step)
-        self.texts.append(_Text((cache := self._cache(RESERVED)).held, [], cache=cache))
+        self.texts.append(_Text((cache := self._cache(RESERVED)).sequence, [], cache=cache))
         self._append(self.texts[:], tokens, 0)
         for length in (130, 257):
             self.admit(0, length, 150, salt=b"", whole_pages=True, shares=True)
@@ -158,7 +158,8 @@ class _Machine(RuleBasedStateMachine):
             )
         options = {"make_cache": self._cache, "dtype": mx.float32, "num_heads": H}
         options |= {} if sizes else {"checkpoints": KEPT}
-        pool = Pool(formats, fronts, **sizes_alone(max_seq_len) | sizes, **options)
+        sizes = {"max_seq_len": max_seq_len} | sizes if sizes else single_sizes(max_seq_len)
+        pool = Pool(formats, fronts, **sizes, **options)
         for own in pool.layers:
             own.arrays[-1][:] = float("nan")
         return pool
@@ -188,7 +189,8 @@ class _Machine(RuleBasedStateMachine):
     ) -> bool:
         """A step of new tokens of texts of one pool; False: there is no page for the copy of a shared one."""
         S, B, starts = len(ids[0]), len(texts), tuple(len(text.ids) for text in texts)
-        batch = texts[0].cache or self.pool.batch([text.sequence for text in texts], rows=B + padding)
+        sequences = [text.sequence for text in texts]
+        batch = sequences[0].pool.batch(sequences, rows=B + padding)
         for text in texts:
             text.floor = max(text.floor, len(text.ids) - SLACK)
         try:

@@ -55,7 +55,7 @@ def test_the_next_tokens_are_those_of_an_uninterrupted_run(
     loaded, forked = model.make_cache(reserved, **options), first.fork()
     model(mx.array([[800, 801, 802]]), cache=loaded)  # it is emptied first
     assert loaded.load(tmp_path / "saved") == {"title": "A fox", "größe": "\n"}
-    assert loaded.ids == forked.ids == first.ids == [IDS[:-4]]
+    assert loaded.ids == forked.ids == first.ids == IDS[:-4]
     assert (loaded.max_seq_len, forked.max_seq_len) == (reserved, 128)
     assert (forked.nbytes, forked.pool.identity) == (first.nbytes, first.pool.identity)
     assert first.pool.identity is not None
@@ -130,8 +130,8 @@ def test_of_a_window_a_file_has_the_rows_that_it_always_had(
         rows = stored[f"layers.{number}.sequences.0.cache"]
         layer = cache.pool.layers[number]
         for expected in (
-            cache.held.held_rows(layer, first),
-            loaded.held.held_rows(loaded.pool.layers[number], first),
+            cache.sequence.held_rows(layer, first),
+            loaded.sequence.held_rows(loaded.pool.layers[number], first),
         ):
             np.testing.assert_array_equal(rows, np.array(expected[0]))
     assert loaded.can_trim_to(max(0, header.written - 17))
@@ -167,7 +167,7 @@ def test_no_second_copy_is_held(tmp_path: Path, free: int) -> None:
     layers, tokens = 12, count(20_000, 100_000)
 
     caches = [snapshot_writer.make(tokens + free, layers)]
-    caches[0].begin(mx.zeros((1, tokens), mx.int32))
+    caches[0].batch.begin(mx.zeros((1, tokens), mx.int32))
     caches[0].commit()
     nbytes = caches[0].nbytes
     assert peak_bytes(lambda: caches[0].save(tmp_path / "saved")) < nbytes / layers * 1.5

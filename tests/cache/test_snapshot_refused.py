@@ -22,7 +22,7 @@ from support.numbers import peak_bytes
 from kvant.cache import ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat
-from kvant.cache.pool import Pool, sizes_alone
+from kvant.cache.pool import Pool, single_sizes
 from kvant.cache.snapshot import read_header
 from kvant.errors import SnapshotError
 from kvant.operators.bias_split import BiasSplit
@@ -46,7 +46,7 @@ def _cache(
     """A cache of one head; ``changes``: in the format."""
     own = LayerFormat("quantized", 1, 16, 16, 8, 16, "I8", "F16", split_pairs=bias_split and bias_split.pairs)
     formats, fronts = [replace(own, **changes)] * layers, [Front(bias_split=bias_split)] * layers
-    cache = ModelCache(Pool(formats, fronts, **sizes_alone(max_seq_len), make_cache=partial(_cache, layers)))
+    cache = ModelCache(Pool(formats, fronts, **single_sizes(max_seq_len), make_cache=partial(_cache, layers)))
     cache.pool.identity, cache.pool.rotary = identity, rotary or Rotary.plain(16, 10000.0)
     if fill:
         _feed(cache, LENGTH)
@@ -54,13 +54,13 @@ def _cache(
 
 
 def _feed(cache: ModelCache, count: int) -> None:
-    cache.begin(mx.zeros((1, count), mx.int32))
+    cache.batch.begin(mx.zeros((1, count), mx.int32))
     for layer in cache:
         widths = layer.layer.format.head_dim, layer.layer.format.head_dim, layer.layer.format.value_head_dim
         mx.eval(
             layer.attend(*[mx.random.normal((1, 1, count, width), key=mx.random.key(0)) for width in widths])
         )
-    cache.commit(ids=[list(range(count))])
+    cache.batch.commit(ids=[list(range(count))])
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def _refused(path: Path, match: str, cache: ModelCache | None = None) -> None:
         cache.load(path)
     assert str(error.value).startswith(str(path).replace("\0", r"\x00") + ": ")
     assert "\n" not in str(error.value)
-    assert (cache.offset, cache.ids, cache.step) == (0, [[]], None)
+    assert (cache.offset, cache.ids, cache.batch.step) == (0, [], None)
     _feed(cache, 1)
     assert cache.offset == 1
 
@@ -156,9 +156,9 @@ def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
     """Before caches had pages, a window of 8 kept 24 of 25 tokens. Without a window all are needed."""
     ring, whole = _cache(max_seq_len=100, window=8, slack=16), _cache(max_seq_len=100)
     _feed(whole, 8)
-    (layer,), sequence = ring.pool.layers, ring.held
-    rows = whole.held.held_rows(whole.pool.layers[0], 1)
-    with sequence.filling({layer: 1}, whole.ids[0]):
+    (layer,), sequence = ring.pool.layers, ring.sequence
+    rows = whole.sequence.held_rows(whole.pool.layers[0], 1)
+    with sequence.filling({layer: 1}, whole.ids):
         sequence.put(layer, rows, 8)
     ring.save(tmp_path / "saved")
     assert (read_header(tmp_path / "saved").written, ring.can_trim_to(7)) == (25, False)
@@ -167,7 +167,7 @@ def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
     smaller = _cache(max_seq_len=20, window=8, slack=16)
     smaller.load(tmp_path / "saved")
     assert (smaller.offset, smaller.can_trim_to(7)) == (8, False)
-    assert all(map(mx.array_equal, smaller.held.held_rows(smaller.pool.layers[0], 1), rows))
+    assert all(map(mx.array_equal, smaller.sequence.held_rows(smaller.pool.layers[0], 1), rows))
 
 
 def _forge(path: Path, change: Change) -> None:

@@ -48,7 +48,7 @@ def test_the_default_computes_what_mlx_lm_does(tmp_path: Path, width: int) -> No
     for bits, limit in LIMITS.items():
         caches = [model.make_cache(64, kv_bits=bits), kvant.make_prompt_cache(model, 64, kv_bits=bits)]
         for cache in caches:
-            assert {own.kv_group_size for own in cache.formats} == {GROUPS[width]}
+            assert {own.kv_group_size for own in cache.pool.formats} == {GROUPS[width]}
             parts = [
                 model(mx.array([part]), cache=cache)[0]
                 for part in (IDS[:50], *([token] for token in IDS[50:]))

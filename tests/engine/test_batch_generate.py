@@ -153,7 +153,7 @@ def test_what_ends_an_answer(pocket: Pocket, prompts: list[list[int]]) -> None:
     assert by_tokens.token_ids[2] == plain.token_ids[2][: plain.token_ids[2].index(single)]
     # An answer that its own text ended has its cache, too; with the token that ended it, and after one token.
     first = batch_generate(model, tokenizer, prompts, stop=plain.texts[0][0], **given)
-    held = [cache.ids[0] for made in (by_tokens, first) for cache in made.caches or () if cache is not None]
+    held = [cache.ids for made in (by_tokens, first) for cache in made.caches or () if cache is not None]
     assert held[0][:-1] == prompts[0] + by_tokens.token_ids[0]
     assert held[3] == [*prompts[0], plain.token_ids[0][0]]
 
@@ -174,11 +174,11 @@ def test_caches_are_continued_and_kept(pocket: Pocket, prompts: list[list[int]],
         new = [prompts[(turn + i) % len(prompts)] for i in range(3)]
         made = batch_generate(*pocket, new, prompt_caches=caches, return_prompt_caches=True, **given)
         assert made.token_ids == [_alone(pocket, [*held[i], *new[i]], 8, kv_bits=0) for i in range(3)]
-        assert caches is None or [cache.ids[0] for cache in caches] == held
+        assert caches is None or [cache.ids for cache in caches] == held
         caches = made.caches
         assert caches is not None
         texts = [held[i] + new[i] + tokens for i, tokens in enumerate(made.token_ids)]
-        held = [cache.ids[0] for cache in caches]
+        held = [cache.ids for cache in caches]
         assert [ids[: len(text)] for ids, text in zip(held, texts, strict=True)] == texts
     caches[0].save(tmp_path / "cache")
     loaded = kvant.load_prompt_cache(tmp_path / "cache")

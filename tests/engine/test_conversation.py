@@ -45,7 +45,7 @@ def test_many_turns_feed_their_own_tokens_only(pocket: Pocket, monkeypatch: pyte
         fed.clear()
         responses = list(conversation.send(question, max_tokens=3 + turn % 16))
         ids = prompt_ids(tokenizer, before)
-        assert conversation._cache.ids[0][: len(ids)] == ids
+        assert conversation._cache.ids[: len(ids)] == ids
         assert conversation.reused_tokens == held
         assert responses[0].prompt_tokens == len(ids) - held < 45
         # Of the answer all but the last token, and a step that was begun before its end was known.
@@ -125,7 +125,7 @@ def test_tries_and_edits_feed_what_changed(pocket: Pocket) -> None:
     text_of(conversation.send("Thank you!", **ANSWERED))
     assert 8 <= conversation.reused_tokens < 18
     ids = prompt_ids(tokenizer, conversation.messages[:-1])
-    assert conversation._cache.ids[0][: len(ids)] == ids
+    assert conversation._cache.ids[: len(ids)] == ids
 
 
 def test_a_stop_string_at_the_last_token_of_a_full_context(pocket: Pocket) -> None:
@@ -257,9 +257,9 @@ def test_ids_that_the_model_does_not_know_are_not_looked_up(pocket: Pocket) -> N
     """A stranger's file may have any; logits processors would read past the logits."""
     model, tokenizer = pocket
     cache = model.make_cache(64)
-    cache.begin(mx.array([[5, 6]]))
+    cache.batch.begin(mx.array([[5, 6]]))
     model.hidden_states(mx.array([[5, 6]]), cache=cache)
-    cache.commit(ids=[[5, 2**31]])
+    cache.batch.commit(ids=[[5, 2**31]])
     with pytest.raises(ValueError, match="2147483648; the model knows 0 to 1279"):
         kvant.stream_generate(
             model,

@@ -60,7 +60,7 @@ def test_turns_and_forgettings(loaded: Loaded, bits: int) -> None:
                 in_answer += forgotten is not None
                 forgotten = conversation.forgotten
                 ids = prompt_ids(tokenizer, [before[0], *before[1 + forgotten :]]) + answer
-                assert conversation._cache.ids[0] == ids
+                assert conversation._cache.ids == ids
                 expected = SAY["logits_processors"][0](mx.array(ids), fed_anew(model, ids, 64, kv_bits=bits))
                 assert distance(response.logprobs, expected) < TOLERANCE[bits]
                 # Up to the middle between the question alone and all is kept, and not a turn more.

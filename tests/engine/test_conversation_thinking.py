@@ -100,7 +100,7 @@ def test_the_template_says_what_stays(
         ids = reference.apply_chat_template(
             [*before, asking(question)], add_generation_prompt=True, return_dict=False, **variables
         )
-        assert conversation._cache.ids[0][: len(ids)] == ids
+        assert conversation._cache.ids[: len(ids)] == ids
         assert responses[0].prompt_tokens == len(ids) - conversation.reused_tokens
         if turn:
             assert (conversation.reused_tokens == held) is reuses_all
@@ -128,7 +128,7 @@ def test_an_answer_that_is_stopped_while_it_thinks(load: Any) -> None:
     ids = reference.apply_chat_template(
         [*messages, asking("And now?")], add_generation_prompt=True, return_dict=False
     )
-    assert conversation._cache.ids[0][: len(ids)] == ids
+    assert conversation._cache.ids[: len(ids)] == ids
 
 
 def test_thinking_longer_than_the_context_forgets_turns_and_goes_on(load: Any) -> None:
@@ -145,4 +145,4 @@ def test_thinking_longer_than_the_context_forgets_turns_and_goes_on(load: Any) -
         conversation.messages[:-1], add_generation_prompt=True, return_dict=False
     )
     answer = [response.token for response in responses[:-1]]
-    assert conversation._cache.ids[0] == ids + answer
+    assert conversation._cache.ids == ids + answer

@@ -49,8 +49,8 @@ def _drafts(kind: str, model: LanguageModel, small: Any, text: list[int]) -> Dra
 
 def _handed_out(cache: ModelCache) -> list[int]:
     """What a cache holds, but for what a step verified and is to come."""
-    assert 0 <= cache.ahead <= 7
-    return cache.ids[0][: cache.offset - cache.ahead]
+    assert 0 <= cache.sequence.lookahead <= 7
+    return cache.ids[: cache.offset - cache.sequence.lookahead]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_same_text_and_cache(
         assert counts.accepted > 0.9 * counts.drafted
     for each in (run, plain_run):
         each.scheduler.keep_last()
-    assert cache.ids[0] == plain_cache.ids[0] == PROMPT + answer
+    assert cache.ids == plain_cache.ids == PROMPT + answer
     after, expected = (mx.softmax(model(mx.array([[5, 6, 7]]), cache=each)) for each in (cache, plain_cache))
     assert mx.abs(after - expected).max() < {0: 1e-5, 8: 0.01, 4: 0.1}[bits]
 
@@ -125,19 +125,19 @@ def test_ends(pocket: Pocket) -> None:
             run = drafted(cache, end, **options)
             assert [token for token, _ in run] == answer
             assert run.finish_reason == reason
-            assert cache.ids[0] == [*PROMPT, *answer[:-1]]
+            assert cache.ids == [*PROMPT, *answer[:-1]]
             run.scheduler.keep_last()
-            assert cache.ids[0] == [*PROMPT, *answer]
+            assert cache.ids == [*PROMPT, *answer]
         for stopped in (True, False):
             cache, fresh = model.make_cache(128), model.make_cache(128)
             run = drafted(cache, end)
             assert [next(run)[0] for _ in answer] == answer
-            ahead += cache.ahead
+            ahead += cache.sequence.lookahead
             if stopped:
                 run.scheduler.close()
-                assert cache.ids[0] == [*PROMPT, *answer[:-1]]
+                assert cache.ids == [*PROMPT, *answer[:-1]]
             list(Run(model, PROMPT, fresh, sampler=sampler, max_tokens=len(answer)))
-            most = max(1, cache.ahead - 1)  # so that the cache is as long as it was
+            most = max(1, cache.sequence.lookahead - 1)  # so that the cache is as long as it was
             others = [
                 [token for token, _ in Run(model, [5, 6], each, max_tokens=most)] for each in (cache, fresh)
             ]
@@ -187,7 +187,7 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
     drafts = None
     if kind != "none":
         drafts = _drafts(kind, model, small, [*first, *PROMPT, *plain])
-        drafts = drafts.beside(model.make_cache(80, kv_bits=0))
+        drafts = drafts.beside(model.make_cache(80, kv_bits=0).pool)
 
     def fed(cache: ModelCache, ids: list[int]) -> ModelCache:
         """In a run's steps: a product of several rows differs from that of one in its last bits."""
@@ -223,7 +223,7 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
         # a token may be lost on its way to the caller
         assert ids in (told, told[:-1] if run.generated else first)
         in_answer += len(ids) > len(first + PROMPT)
-        cache.trim(cache.ahead)
+        cache.trim(cache.sequence.lookahead)
         after, expected = (
             mx.softmax(model(mx.array([[8, 9, 10]]), cache=each)) for each in (cache, fed(fresh, ids))
         )

@@ -50,7 +50,7 @@ def _many(pocket: Pocket, prompts: Sequence[str], **options: Any) -> Made:
         *pocket, prompts, return_token_ids=True, return_prompt_caches=True, kv_bits=0, **options
     )
     assert (made.stats.drafts is None) == (not {"draft", "draft_model"} & {*options})
-    ids = [cache.ids[0] for cache in made.caches or () if cache is not None]
+    ids = [cache.ids for cache in made.caches or () if cache is not None]
     return (
         made.texts,
         made.token_ids or [],

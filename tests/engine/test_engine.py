@@ -129,11 +129,11 @@ def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]
         next(first)
     assert list(first) == []
     first.close()  # type: ignore[attr-defined]
-    assert cache.ids == [before + later]
+    assert cache.ids == before + later
     closed = stream_generate(*pocket, [7], prompt_cache=cache)
     told = [next(closed).token for _ in range(3)]
     closed.close()  # type: ignore[attr-defined]
-    assert cache.ids == [[*before, *later, 7, *told[:2]]]
+    assert cache.ids == [*before, *later, 7, *told[:2]]
 
 
 def test_a_cache_is_freed_with_its_last_user(pocket: Pocket, prompt: list[int]) -> None:

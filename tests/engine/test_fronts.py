@@ -17,7 +17,7 @@ from kvant import load_prompt_cache, make_prompt_cache, stream_generate
 from kvant.cache import CacheOptions
 from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.cache.layer_format import describe_formats
-from kvant.cache.pool import sizes_alone
+from kvant.cache.pool import single_sizes
 from kvant.errors import ArgumentError, SnapshotError
 from kvant.models import Decoder, LanguageModel, load_decoder
 from kvant.models.caches import pool_size
@@ -103,13 +103,13 @@ def test_keys_of_four_bits_are_stored_rotated(pocket: Pocket, tmp_path: Path) ->
         matrix = mx.kron(matrix, step)
     assert relative_error(default, exact @ matrix / 8) < 0.15
     assert relative_error(plain, exact) < 0.15
-    assert "keys rotated" in describe_formats(cache.formats)
+    assert "keys rotated" in describe_formats(cache.pool.formats)
     of_pmx.save(tmp_path / "plain")
     with pytest.raises(SnapshotError, match=r"written with kv_format pmx"):
         model.make_cache(300, kv_bits=4, **split).load(tmp_path / "plain")
     read = load_prompt_cache(tmp_path / "plain")
     assert mx.array_equal(model(mx.array([[7, 9]]), cache=read), model(mx.array([[7, 9]]), cache=of_pmx))
-    assert "keys rotated" not in describe_formats(read.cache.formats)
+    assert "keys rotated" not in describe_formats(read.cache.pool.formats)
 
 
 def test_layers_that_cannot_be_rotated_stay_as_they_were(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_files_of_other_value_bits(pocket: Pocket, tmp_path: Path) -> None:
         for values in (4, 8)
     )
     cache = model.make_cache(300, kv_format=apart)
-    options: dict[str, Any] = {"dtype": mx.float32, "split_pairs": [0] * 4} | sizes_alone(300)
+    options: dict[str, Any] = {"dtype": mx.float32, "split_pairs": [0] * 4} | single_sizes(300)
     assert cache.nbytes == pool_size(model.config, CacheOptions.of(kv_format=apart), **options)
     model(mx.array([TEXT[:40]]), cache=cache)
     cache.save(tmp_path / "cache")

@@ -57,8 +57,8 @@ def test_an_answer_ends_with_one_error(pocket: Pocket, kernel: FailingKernel, an
         answer(*pocket)
     begin_process()  # the next one does not meet it again
     with pytest.warns(RuntimeWarning, match=rf"fails here: a step failed: .*{WORDS[kernel.how]}"):
-        assert pocket[0].make_cache(512).backend is None
-    assert pocket[0].make_cache(512, kernels="fused").backend == "metal"
+        assert pocket[0].make_cache(512).pool.backend is None
+    assert pocket[0].make_cache(512, kernels="fused").pool.backend == "metal"
     cache = pocket[0].make_cache(512, kernels="unfused")
     assert len([token for token, _ in Run(pocket[0], PROMPT, cache, max_tokens=5)]) == 5
 

@@ -78,7 +78,7 @@ def test_windows_and_states(
     kvant.save_prompt_cache(tmp_path / "saved", cache)
     loaded = kvant.load_prompt_cache(tmp_path / "saved", max_kv_size=50)
     assert mx.array_equal(*(model(mx.array([[7, 8]]), cache=one) for one in (loaded, cache)))
-    assert loaded.cache.formats == cache.formats
+    assert loaded.cache.pool.formats == cache.pool.formats
     assert loaded.cache.max_seq_len == 50
 
 

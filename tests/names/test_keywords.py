@@ -222,7 +222,7 @@ def test_a_group_that_does_not_divide_a_bridged_models_width(tmp_path: Path) -> 
     """There the greatest common divisor is used, and the group that was asked for is confirmed by it."""
     model, tokenizer = load(copy_folder("gemma3", tmp_path, tokenizer=True))
     cache = kvant.make_prompt_cache(model, 64, kv_group_size=48)
-    assert {own.kv_group_size for own in cache.formats} == {16}
+    assert {own.kv_group_size for own in cache.pool.formats} == {16}
     for options in ({"prompt_cache": cache, "kv_group_size": 48}, {"kv_group_size": 48}):
         responses = list(stream_generate(model, tokenizer, [3, 4, 5], 2, **options))  # type: ignore[arg-type]
         assert len(responses) == 2

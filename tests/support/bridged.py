@@ -20,7 +20,7 @@ from kvant.bridge.probe import Attention
 from kvant.bridge.prompt_cache import PromptCacheLayer, SequenceLayers
 from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.layer_format import DTYPE_NAMES
-from kvant.cache.pool import sizes_alone
+from kvant.cache.pool import single_sizes
 from support.tiny_models import build
 
 BRIDGED = Path(__file__).parents[1] / "data" / "bridged"
@@ -119,7 +119,7 @@ def alone(
     """A layer of a prompt cache, of 2 kv heads, with no other beside it."""
     leaf = Attention(2, *widths, DTYPE_NAMES[dtype], window, chunk, value_is_key=False, shared=False)
     pool = reserve(
-        [leaf], sizes_alone(max_kv_size), CacheOptions(**options), dtype=dtype, make_cache=ModelCache
+        [leaf], single_sizes(max_kv_size), CacheOptions(**options), dtype=dtype, make_cache=ModelCache
     )
     return PromptCacheLayer(ModelCache(pool), SequenceLayers())
 
@@ -137,9 +137,9 @@ def feed(model: Any, cache: Any, tokens: list[int], *, commits: bool = True) -> 
         logits: mx.array = model(inputs, cache=cache)
         mx.eval(logits, [layer.state for layer in cache])
         return logits
-    cache.begin(inputs)
-    logits = model(inputs, cache=cache.entries)
-    mx.eval(logits, cache.state)
+    cache.batch.begin(inputs)
+    logits = model(inputs, cache=cache.batch.entries)
+    mx.eval(logits, cache.batch.state)
     if commits:
         cache.commit()
     return logits

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvant.cache import ModelCache
+from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.conversation import Conversation
 from kvant.engine.generate import GenerationResponse
 from kvant.models import LanguageModel
@@ -43,13 +43,13 @@ def text_of(responses: Iterator[GenerationResponse]) -> str:
 def count_fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets the number of tokens of every step that a cache begins."""
     fed: list[int] = []
-    begin = ModelCache.begin
+    begin = PoolBatch.begin
 
-    def counting(cache: ModelCache, inputs: mx.array) -> tuple[int, ...]:
+    def counting(cache: PoolBatch, inputs: mx.array) -> tuple[int, ...]:
         fed.append(inputs.shape[1])
         return begin(cache, inputs)
 
-    monkeypatch.setattr(ModelCache, "begin", counting)
+    monkeypatch.setattr(PoolBatch, "begin", counting)
     return fed
 
 

@@ -45,9 +45,9 @@ def cached_run(model: LanguageModel, bits: int | None, tuned: Path | None = None
     cache = cache.fork()
     keep(model(mx.array([[5, 9]]), cache=cache), commits=False)
     # of a draft
-    keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache), accepted=2 if cache.takes_back else None)
+    keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache), accepted=2 if cache.pool.takes_back else None)
     keep(_last(model.next_logits(mx.array([[3]]), cache)))
-    cache.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
+    cache.batch.begin(mx.array([[1, 2]]))  # of a step that is given up nothing stays
     cache.reset()
     keep(model(ids[:, :9], cache=cache), commits=False)
     return mx.concatenate(steps)

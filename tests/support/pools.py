@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.pool_batch import PoolBatch, PoolLayerView
 from kvant.models import Decoder, load_decoder
 from kvant.models.bias import split_pairs
 from support.checkpoints import qwen2_config, write_reference
@@ -82,15 +83,20 @@ def check_pages(pool: Pool, sequences: Sequence[PoolSequence]) -> None:
             assert part.promised == sum(table.limit for table in tables) <= part.pages.num
 
 
+class Changeable(PoolLayerView):
+    """A layer whose methods can be replaced."""
+
+
 def with_layers(cache: ModelCache, change: Callable[[int, Any], None]) -> ModelCache:
     """A cache whose layers are changed, whenever a model asks for them."""
-    kind: type[ModelCache] = type(cache)
+    kind: type[PoolBatch] = type(cache.batch)
 
     class Changed(kind):  # type: ignore[valid-type, misc]
         def __iter__(self) -> Iterator[Any]:
-            for number, layer in enumerate(super().__iter__()):
+            for number, view in enumerate(super().__iter__()):
+                layer = Changeable(view.batch, view.part, view.layer)
                 change(number, layer)
                 yield layer
 
-    cache.__class__ = Changed
+    cache.batch.__class__ = Changed
     return cache

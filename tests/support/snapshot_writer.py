@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat
-from kvant.cache.pool import Pool, sizes_alone
+from kvant.cache.pool import Pool, single_sizes
 from kvant.operators.front import PLAIN
 
 SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
@@ -25,18 +25,18 @@ SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
 def make(reserved: int = 1000, layers: int = 2) -> ModelCache:
     """An empty cache of two heads of 64."""
     own = LayerFormat("quantized", 2, 64, 64, 8, 32, "I8", "F16")
-    return ModelCache(Pool([own] * layers, [PLAIN] * layers, **sizes_alone(reserved), make_cache=make))
+    return ModelCache(Pool([own] * layers, [PLAIN] * layers, **single_sizes(reserved), make_cache=make))
 
 
 def caches() -> list[ModelCache]:
     made = []
     for size in SIZES:
         cache = make()
-        cache.begin(mx.zeros((1, size), mx.int32))
+        cache.batch.begin(mx.zeros((1, size), mx.int32))
         x = mx.full((1, 2, size, 64), float(size))
         for layer in cache:
             mx.eval(layer.attend(x, x, x))
-        cache.commit(ids=[[size] * size])
+        cache.batch.commit(ids=[[size] * size])
         made.append(cache)
     return made
 

@@ -25,7 +25,7 @@ from kvant.bridge.pool import (
     reserve,
 )
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
-from kvant.cache import KVCache, ModelCache
+from kvant.cache import KVCache
 from kvant.cache.identity import Identity
 from kvant.cache.options import CacheFields, CacheOptions
 from kvant.cache.pool import check_sizes
@@ -43,6 +43,7 @@ class BridgedModel:
 
     # numbers of mlx-lm's caches whose layers another process computes
     absent_caches: frozenset[int] = frozenset()
+    divided = False  # other ranks hold a part of the model, and of its caches
     last_token_alone = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
@@ -79,25 +80,25 @@ class BridgedModel:
         if cache is None:
             check_offset(offset, (0,) * inputs.shape[0])
             return self._logits(inputs, None)
-        cache = self._checked(cache)
-        check_offset(offset, cache.lengths)
-        with cache.turn:
-            cache.begin(inputs)
-            logits = self._logits(inputs, cache)
+        batch = self._checked(cache)
+        check_offset(offset, batch.lengths)
+        with batch.turn:
+            batch.begin(inputs)
+            logits = self._logits(inputs, batch)
             if threading.active_count() > 1:  # computed while no other thread may write to the cache
-                mx.eval(logits, cache.state)
-            cache.commit()
+                mx.eval(logits, batch.state)
+            batch.commit()
         return logits
 
-    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         begun = self._begun(inputs, cache)
         self._logits(inputs, begun)  # dropped, so that what only logits need is never computed
         return begun.state
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self.every_logits(inputs, cache)[:, -1]
 
-    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._logits(inputs, self._begun(inputs, cache))
 
     def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
@@ -123,11 +124,16 @@ class BridgedModel:
         chosen = self._options(fields)
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        cache = make_model_cache(
-            self.module, max_seq_len, chosen, found=self.entries, absent=self.absent_caches
+        return make_model_cache(
+            self.module,
+            max_seq_len,
+            chosen,
+            found=self.entries,
+            absent=self.absent_caches,
+            make_cache=partial(self.make_cache, **chosen.fields),
+            identity=self.identity,
+            divided=self.divided,
         )
-        cache.pool.identity, cache.pool.make_cache = self.identity, partial(self.make_cache, **chosen.fields)
-        return cache
 
     def make_pool(
         self,
@@ -148,10 +154,16 @@ class BridgedModel:
         sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
         check_sizes(**sizes)
         apart = attends_apart(self.module, self.config.model_type, self.entries, self.dtype)
-        make_cache = partial(self.make_cache, **chosen.fields)
-        pool = reserve(self.entries, sizes, chosen, dtype=self.dtype, make_cache=make_cache)
-        pool.identity, pool.attends_apart = self.identity, apart
-        return pool
+        return reserve(
+            self.entries,
+            sizes,
+            chosen,
+            dtype=self.dtype,
+            make_cache=partial(self.make_cache, **chosen.fields),
+            identity=self.identity,
+            attends_apart=apart,
+            divided=self.divided,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -175,15 +187,15 @@ class BridgedModel:
         return chosen
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedBatch:
-        if isinstance(cache, ModelCache) or not isinstance(cache, PoolBatch):
-            return self.check_cache(cache)
+        if not isinstance(cache, PoolBatch):
+            return self.check_cache(cache).batch
         if not isinstance(cache, BridgedBatch) or cache.pool.entries != self.entries:
             raise ValueError(
                 "the pool is for a model with other layers; expected what model.make_pool returns"
             )
         return cache
 
-    def _begun(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> BridgedBatch:
+    def _begun(self, inputs: mx.array, cache: PoolBatch) -> BridgedBatch:
         bridged = self._checked(cache)
         bridged.begin(inputs)
         return bridged
@@ -192,7 +204,7 @@ class BridgedModel:
         if cache is None:
             whole: mx.array = self.module(inputs)
             return whole
-        rows = cache.embeddings_of(inputs.shape[1]) if isinstance(cache, BridgedCache) else None
+        rows = cache.embeddings
         logits: mx.array = self.module(
             inputs, cache=cache.entries, **({} if rows is None else {"input_embeddings": rows})
         )

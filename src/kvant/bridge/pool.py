@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -19,7 +19,7 @@ from kvant.cache import ModelCache
 from kvant.cache.kv_format import LayerChoice
 from kvant.cache.layer_format import DTYPES, Arrays, LayerFormat, State, describe_formats
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
-from kvant.cache.pool import Pool, check_sizes, pool_bytes, rows_alone, sizes_alone
+from kvant.cache.pool import Pool, check_sizes, pool_bytes, single_rows, single_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
@@ -54,7 +54,6 @@ class BridgedPool(Pool):
     """
 
     may_have_sinks = True
-    takes_back = False  # states take all of a step, and several new tokens of several sequences are not tried
 
     def __init__(
         self, found: Sequence[Entry], formats: Sequence[LayerFormat], fronts: Sequence[Front], **options: Any
@@ -65,10 +64,15 @@ class BridgedPool(Pool):
         super().__init__(formats, fronts, **options)
         self.entries, self.layout = tuple(found), as_text(found)
         self.states, layers = leaves_of(found, State), iter(self.layers)
+        # States take all of a step, and several new tokens of several sequences were not tried.
+        self.takes_back = self.single and not self.states
         leaves = leaves_of(found, Attention | State)
         self.saved = [leaf if isinstance(leaf, State) else next(layers) for leaf in leaves]
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
+        return cast(BridgedBatch, super().batch(sequences, rows))
+
+    def _new_batch(self, sequences: Sequence[PoolSequence], rows: int | None) -> "BridgedBatch":
         return BridgedBatch(self, sequences, rows)
 
 
@@ -156,13 +160,13 @@ class BridgedBatch(PoolBatch):
         return made
 
 
-class BridgedCache(ModelCache, BridgedBatch):
-    """A model's cache for kvant's loop, whose :attr:`entries` mlx-lm's model takes as its own.
-
-    A step is :meth:`begin`, a call of the model with the entries, and :meth:`commit`.
+class BridgedCache(ModelCache):
+    """The cache of a conversation with mlx-lm's model, which takes the entries of ``cache.batch`` as its
+    own.
     """
 
     pool: BridgedPool
+    batch: BridgedBatch
 
     def __init__(self, pool: BridgedPool, kv_group_size: int, absent: Collection[int] = ()) -> None:
         """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
@@ -204,6 +208,8 @@ def make_model_cache(
     *,
     found: Sequence[Entry] | None = None,
     absent: Collection[int] = (),
+    make_cache: Callable[..., Any] | None = None,
+    **further: Any,
 ) -> BridgedCache:
     """A cache of mlx-lm's model for kvant's loop; errors as :func:`kvant.make_prompt_cache` has them.
 
@@ -211,13 +217,22 @@ def make_model_cache(
         found: by a probe of the model; None: it is probed.
         absent: the numbers of the model's caches that hold nothing here, because another process computes
             their layers. Offsets and masks are as in the others.
+        make_cache: makes another such cache for so many tokens; None: this function does.
+        further: arguments of the pool.
     """
     check_sizes(max_seq_len=max_seq_len)
     found = probe(model) if found is None else found
     dtype = next((leaf.dtype for leaf in leaves_of(found, Attention)), "F32")
-    make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
+    if make_cache is None:
+        make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
     pool = reserve(
-        found, sizes_alone(max_seq_len), options, dtype=DTYPES[dtype], make_cache=make_cache, absent=absent
+        found,
+        single_sizes(max_seq_len),
+        options,
+        dtype=DTYPES[dtype],
+        make_cache=make_cache,
+        absent=absent,
+        **further,
     )
     return BridgedCache(pool, options.wanted_group, absent)
 
@@ -230,10 +245,11 @@ def reserve(
     dtype: mx.Dtype,
     make_cache: Callable[..., Any],
     absent: Collection[int] = (),
+    **further: Any,
 ) -> BridgedPool:
     """The pool of a model, whose attention is hooked; a ContextError if this machine lacks the memory.
 
-    ``absent`` is as in :func:`formats_of`.
+    ``absent`` is as in :func:`formats_of`. ``further``: arguments of :class:`kvant.cache.pool.Pool`.
     """
     hook.install()
     own = [entry for number, entry in enumerate(found) if number not in absent]
@@ -243,7 +259,7 @@ def reserve(
         choice.front(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
         for choice, own in zip(_choices(found, options), formats, strict=True)
     ]
-    further = {"checkpoints": options.checkpoints, "kernels": options.kernels, "dtype": dtype}
+    further |= {"checkpoints": options.checkpoints, "kernels": options.kernels, "dtype": dtype}
     return BridgedPool(found, formats, fronts, **sizes, **further, make_cache=make_cache)
 
 
@@ -370,4 +386,4 @@ def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
     kind = "chunks" if own.kind == "chunks" else "a window"
     seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
     how = describe_formats([own]) if own.kv_bits else "not quantized"
-    return f"{rows_alone(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"
+    return f"{single_rows(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"

@@ -20,7 +20,7 @@ from kvant.cache import ModelCache
 from kvant.cache.layer_format import DTYPES, State
 from kvant.cache.model import NotSaved
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
-from kvant.cache.pool import sizes_alone
+from kvant.cache.pool import single_sizes
 from kvant.models.caches import check_memory
 from kvant.operators.paged_rows import PagedRows
 
@@ -43,7 +43,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
     found = probe(model)
-    check_memory(max_kv_size, sum(pool_needs(found, sizes_alone(max_kv_size), options)))
+    check_memory(max_kv_size, sum(pool_needs(found, single_sizes(max_kv_size), options)))
     states, sequence = leaves_of(found, State), SequenceLayers()
 
     def one(leaf: Attention | State) -> Any:
@@ -54,7 +54,7 @@ def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DE
 
         def made(tokens: int) -> ModelCache:
             # Its pool knows the states too: where there are any, nothing but all can be forgotten.
-            sizes, dtype = sizes_alone(tokens), DTYPES[leaf.dtype]
+            sizes, dtype = single_sizes(tokens), DTYPES[leaf.dtype]
             return ModelCache(reserve([leaf, *states], sizes, own, dtype=dtype, make_cache=made))
 
         kind = MergedLayer if leaf.chunk is None else PromptCacheLayer
@@ -100,7 +100,7 @@ class PromptCacheLayer(BridgedLayer):
         self._holders.add(self)
         part = cache.pool.parts[0]
         none = StepRows(PagedRows(None, [[]], [0], part.window), part.window, (cache.offset,), 0)
-        super().__init__(cache.unwritten, part, cache.pool.layers[0], none)
+        super().__init__(cache.batch.unwritten, part, cache.pool.layers[0], none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
@@ -137,14 +137,14 @@ class PromptCacheLayer(BridgedLayer):
     @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        return [NotSaved(), *self.layer.arrays, *self._cache.waiting]
+        return [NotSaved(), *self.layer.arrays, *self._cache.batch.waiting]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
         self._own()
         self._begin_for(keys.shape[2])
         fetched = super().update_and_fetch(keys, values)
-        self._cache.held.commit([0] * keys.shape[2])  # what waits is written before the next step
+        self._cache.sequence.commit([0] * keys.shape[2])  # what waits is written before the next step
         return fetched
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
@@ -190,14 +190,14 @@ class PromptCacheLayer(BridgedLayer):
 
     def _begin_for(self, tokens: int) -> None:
         """Begin a step of so many tokens, if none was."""
-        if not self.appended and self._cache.step is not None and self.step.new_tokens == tokens:
+        if not self.appended and self._cache.batch.step is not None and self.step.new_tokens == tokens:
             return
-        self._cache.begin(mx.zeros((1, tokens), mx.int32))
+        self._cache.batch.begin(mx.zeros((1, tokens), mx.int32))
         place = self._cache.offset, tokens
         masks = self.sequence.masks
         if place not in masks:
             masks.clear()
-        step = StepRows.of(self._cache, self.part, tokens)
+        step = StepRows.of(self._cache.batch, self.part, tokens)
         step.masks = masks.setdefault(place, step.masks)
         self._begin(step)
 

@@ -1,9 +1,7 @@
-"""The cache of a conversation: a pool of one sequence, as a sequence of its layers."""
+"""The cache of a conversation: one sequence of a single pool, as mlx-lm's list of layers."""
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,13 +11,12 @@ import mlx.core as mx
 
 from kvant.cache import snapshot
 from kvant.cache.disk import DiskCache
-from kvant.cache.paged_layers import PoolLayer
-from kvant.cache.pages import PAGE_SIZE
+from kvant.cache.layer_format import LayerFormat
+from kvant.cache.paged_layers import PagedLayers, PoolLayer
 from kvant.cache.pool import Pool
-from kvant.cache.pool_batch import PoolBatch, PoolLayerView
-from kvant.cache.pool_disk import PoolDisk
-from kvant.cache.pool_sequence import PoolSequence, check_num_tokens
-from kvant.threads import check_process
+from kvant.cache.pool_batch import PoolLayerView
+from kvant.cache.pool_sequence import PoolSequence
+from kvant.threads import Turn, check_process
 
 
 class NotSaved:
@@ -33,28 +30,31 @@ class NotSaved:
 class CachePart:
     """A part of a :class:`ModelCache`. All parts have the same tokens: a trim of each in turn counts once."""
 
-    batch: "ModelCache"
+    cache: "ModelCache"
     layer: Any = None  # which tells it from the others
 
     @property
     def offset(self) -> int:
         """Tokens so far; the position of the next one."""
-        return self.batch.offset
+        return self.cache.offset
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens of all parts, as mlx-lm does layer by layer."""
-        return self.batch.trim_layer(id(self.layer), num_tokens)
+        return self.cache.trim_layer(id(self.layer), num_tokens)
 
     def is_trimmable(self) -> bool:
         """Whether the last token can be forgotten."""
-        return self.batch.can_trim_to(max(0, self.offset - 1))
+        return self.cache.can_trim_to(max(0, self.offset - 1))
 
 
 class KVCache(PoolLayerView, CachePart):
     """A layer of a :class:`ModelCache`."""
 
-    batch: "ModelCache"
     layer: PoolLayer
+
+    def __init__(self, cache: "ModelCache", part: PagedLayers, layer: PoolLayer) -> None:
+        PoolLayerView.__init__(self, cache.batch, part, layer)
+        self.cache = cache
 
     @property
     def nbytes(self) -> int:
@@ -66,12 +66,11 @@ class KVCache(PoolLayerView, CachePart):
         """For mlx-lm, which evaluates it."""
         return [NotSaved(), *self.layer.arrays]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same layer of a copy of the cache."""
-        made = copy.copy(self)
-        made.batch = copy.deepcopy(self.batch, memo)
-        made.part, made.layer = made.batch.pool.places[self.batch.pool.places.index((self.part, self.layer))]
-        return made
+        number = self.cache.pool.places.index((self.part, self.layer))
+        copied = copy.deepcopy(self.cache, memo)
+        return KVCache(copied, *copied.pool.places[number])
 
 
 class StateView(CachePart):
@@ -80,42 +79,30 @@ class StateView(CachePart):
     @property
     def nbytes(self) -> int:
         """Bytes of the states now."""
-        return self.batch.nbytes - self.batch.keys_values
+        return self.cache.nbytes - self.cache.keys_values
 
     @property
     def state(self) -> list[mx.array]:
         """For mlx-lm, which evaluates it."""
-        return self.batch.states
+        return self.cache.states
 
 
-class ModelCache(PoolBatch, Sequence[Any]):
-    """One cache for all layers of a model. ``model.make_cache()`` makes it.
+class ModelCache(Sequence[Any]):
+    """The cache of a conversation, for all layers of a model. ``model.make_cache()`` makes it.
 
-    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, and of one view of all states
-    behind them. All have the same length. A scheduler takes it in the place of a pool, whose attributes it
-    has.
+    It is a sequence of its layers, as mlx-lm expects of a ``prompt_cache``, followed by one view of all
+    states. All have the same length. What computes takes ``cache.batch``, the steps of its sequence, or
+    ``cache.pool``.
     """
 
     pool: Pool
-    # pages that are shared have no windows here
-    attends_apart, has_windows, page_size = True, False, PAGE_SIZE
-    max_sequences = num_free = 1
 
     def __init__(self, pool: Pool) -> None:
-        """Open the sequence of a pool of one, which is made for it."""
-        self.held: PoolSequence = pool.sequence(pool.max_seq_len)
-        super().__init__(pool, [self.held])
-        # tokens that are reserved, of each layer
-        self.max_seq_len, self.formats = pool.max_seq_len, pool.formats
-        self.backend, self.num_pages, self.pages_needed = pool.backend, pool.num_pages, pool.pages_needed
-        # a step may be committed in part: of up to 17 tokens if there are windows
-        self.takes_back = not pool.states
-        self.ahead = 0  # of its tokens the last ones that are computed and not handed out yet
-        self.prefill_step_size = sys.maxsize  # prompt tokens that a scheduler feeds at a time
-        # In place of ids a model takes rows (T, hidden) from a position on.
-        self.embeddings: tuple[int, mx.array] | None = None
-        self._trimmed: tuple[int, int, set[int]] | None = None
-        self._is_torn = False  # pages are being handed out
+        """Open the sequence of a single pool that was made for it."""
+        self.pool = pool
+        self.sequence: PoolSequence = pool.sequence(pool.max_seq_len)
+        self.batch = pool.batch([self.sequence])
+        self._trimmed: tuple[int, int, int, set[int]] | None = None
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> "ModelCache":
@@ -127,7 +114,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
                 raise ValueError(
                     f"the cache holds a {type(layer).__name__}; expected what model.make_cache returns"
                 )
-        cache: ModelCache | None = layers[0].batch if layers else None
+        cache: ModelCache | None = layers[0].cache if layers else None
         if cache is None or [layer.layer for layer in layers] != list(cache.pool.layers):
             raise ValueError(f"a list of {len(layers)} layers; expected all layers of one cache, in order")
         return cache
@@ -137,18 +124,41 @@ class ModelCache(PoolBatch, Sequence[Any]):
         layers = (KVCache(self, part, layer) for part, layer in self.pool.places)
         return chain(layers, [StateView(self)] if self.pool.states else [])
 
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
     def __len__(self) -> int:
         return len(self.pool.places) + bool(self.pool.states)
 
     @property
+    def turn(self) -> Turn:
+        """The lock of whoever computes through it."""
+        return self.pool.turn
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that are reserved, in each layer."""
+        return self.pool.max_seq_len
+
+    @property
+    def formats(self) -> list[LayerFormat]:
+        """How each layer stores its tokens."""
+        return self.pool.formats
+
+    @property
     def offset(self) -> int:
         """Tokens so far; the position of the next one."""
-        return self.held.length
+        return self.sequence.length
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of its tokens."""
+        return self.sequence.ids
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, of the states now, and of the places that are kept."""
-        return self.keys_values + sum(array.nbytes for array in [*self.states, *self.held.kept_arrays])
+        """Bytes of all layers, of the states now, and of checkpoints."""
+        return self.keys_values + sum(array.nbytes for array in [*self.states, *self.sequence.kept_arrays])
 
     @property
     def keys_values(self) -> int:
@@ -167,7 +177,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
     @property
     def states(self) -> list[mx.array]:
         """The arrays of all states now."""
-        return [array for arrays in self.held.states for array in arrays if array is not None]
+        return [array for arrays in self.sequence.states for array in arrays if array is not None]
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -183,118 +193,41 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
         self.pool.use_disk(disk)
 
-    def sequence(
-        self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
-    ) -> PoolSequence:
-        """The one sequence, which goes back to what it has in common with ``prompt``, less the last token."""
-        self.keep_common(prompt)
-        if self.pool.disk is not None:
-            self._read(self.pool.disk, prompt)
-        return self.held
-
-    def _read(self, disk: PoolDisk, prompt: Sequence[int]) -> None:
-        """Take what is on disk of the beginning of a prompt, less its last token, if that is more than it
-        holds.
-        """
-        held = self.held
-        ids, chain, first = self.pool.on_disk(prompt, held.salt, whole_pages=False)
-        if len(ids) <= held.length:
-            return
-        self.reset()
-        lost = {layer: first[part] * PAGE_SIZE for part, layer in self.pool.places}
-        with suppress(FileNotFoundError), held.filling(lost, ids):
-            for part, table in zip(self.pool.parts, held.tables, strict=True):
-                begin = table.start // PAGE_SIZE
-                for number, page in enumerate(table.pages[: len(chain) - begin], begin):
-                    rows = disk.page(part, chain[number], min(PAGE_SIZE, len(ids) - number * PAGE_SIZE))
-                    if rows is None:
-                        raise FileNotFoundError("a page that was there")
-                    part.put_page(page, rows)
-                mx.eval([layer.arrays for layer in part.layers])
-            if self.pool.states:
-                if (states := disk.states(chain[-1])) is None:
-                    raise FileNotFoundError("states that were there")
-                held.will_have(len(ids), states)
-
-    def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "ModelCache":
-        return self
-
-    def begin(self, inputs: mx.array) -> tuple[int, ...]:
-        self._trimmed = None
-        self._hand_out()
-        lengths = super().begin(inputs)
-        self._is_torn = False
-        return lengths
-
-    def commit(
-        self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        self._hand_out()
-        super().commit(num_tokens, ids=ids)
-        self._is_torn = False
-
-    def embeddings_of(self, new_tokens: int) -> mx.array | None:
-        """The embeddings (1, S, hidden) of a step of S new tokens; None: those of its ids."""
-        if self.embeddings is None:
-            return None
-        rows = self.embeddings[1][self.offset - self.embeddings[0] :][:new_tokens]
-        return rows[None] if rows.size else None
+    def commit(self, num_tokens: int | None = None) -> None:
+        """Count the tokens of the step that a model began, or the first ``num_tokens`` of them."""
+        self.batch.commit(num_tokens)
 
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all there are; see :meth:`PoolSequence.trim`."""
-        with self.turn:
-            self._hand_out()
-            forgotten = self.held.trim(num_tokens)
-            self.end_step()
-            self._is_torn = False
-            self.ahead = 0
-            self._trimmed = None
-            return forgotten
+        return self.sequence.trim(num_tokens)
 
     def trim_layer(self, layer: int, num_tokens: int) -> int:
-        """Trim, for one of the layers: those that follow with the same number have the same answer."""
+        """Trim for one of the layers: those that follow with the same number get the same answer."""
         if self._trimmed is not None:
-            number, forgotten, layers = self._trimmed
-            if number == num_tokens and layer not in layers:
+            number, forgotten, length, layers = self._trimmed
+            unchanged = self.offset == length and self.batch.step is None
+            if number == num_tokens and unchanged and layer not in layers:
                 layers.add(layer)
                 return forgotten
         forgotten = self.trim(num_tokens)
-        self._trimmed = num_tokens, forgotten, {layer}
+        self._trimmed = (num_tokens, forgotten, self.offset, {layer})
         return forgotten
 
     def trim_to(self, num_tokens: int) -> None:
         """Forget what it has past its first ``num_tokens`` tokens."""
-        check_num_tokens(num_tokens)
-        self.trim(max(0, self.offset - num_tokens))
+        self.sequence.trim_to(num_tokens)
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
-        return self.held.can_trim_to(num_tokens)
-
-    @property
-    def checkpoints(self) -> int:
-        """Places that are kept to be gone back to, at most; of a cache that is divided over ranks none."""
-        return 0 if self.divided else self.pool.checkpoints
+        return self.sequence.can_trim_to(num_tokens)
 
     def go_back(self, num_tokens: int) -> int:
-        """Forget what it has past ``num_tokens`` tokens; if some layer cannot go back so far, past the last
-        place kept.
-
-        Returns how many tokens are still held.
-        """
-        self.trim_to(self.held.nearest(num_tokens))
-        return self.offset
+        """Go back as far as needed; see :meth:`PoolSequence.go_back`."""
+        return self.sequence.go_back(num_tokens)
 
     def keep_common(self, ids: Sequence[int]) -> int:
-        """Go back to what it has in common with these tokens. Returns how many of them it holds now.
-
-        At least one less than there are: one has to be fed for there to be logits. Fewer if a window or a
-        state cannot go back so far.
-        """
-        held = self.held.ids
-        length = min(len(held), len(ids) - 1)
-        common = next((i for i in range(length) if held[i] != ids[i]), length)
-        return self.go_back(common)
+        """Go back to what it has in common with these tokens; see :meth:`PoolSequence.keep_common`."""
+        return self.sequence.keep_common(ids)
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
@@ -303,8 +236,8 @@ class ModelCache(PoolBatch, Sequence[Any]):
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
         with self.turn:
-            self.end_step()
-            self.held.close()
+            self.batch.end_step()
+            self.sequence.close()
             self.pool.release()
 
     def fork(self) -> Self:
@@ -318,7 +251,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         with self.turn:
             self._check_whole()
             made: Self = self.pool.make_cache(self.max_seq_len)
-            made.held.load(self.held)
+            made.sequence.load(self.sequence)
             return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -341,7 +274,7 @@ class ModelCache(PoolBatch, Sequence[Any]):
         """
         with self.turn:
             self._check_whole()
-            snapshot.save(Path(path), self.held, metadata=metadata or {})
+            snapshot.save(Path(path), self.sequence, metadata=metadata or {})
 
     def load(self, path: str | Path) -> dict[str, str]:
         """Take the tokens of a snapshot, in place of those that the cache has.
@@ -360,22 +293,12 @@ class ModelCache(PoolBatch, Sequence[Any]):
         with self.turn:
             self._check_whole()
             self.reset()
-            return snapshot.restore(Path(path), self.held)
+            return snapshot.restore(Path(path), self.sequence)
 
     def _check_whole(self) -> None:
-        """Raise unless it has all rows, and no tokens that wait to be written."""
+        """Raise unless it has all rows; write the tokens that wait."""
         check_process()
         self.pool.check_whole()
-        self.held.check_open()
-        self._hand_out()
-        self.settle()
-        self._is_torn = False
-
-    def _hand_out(self) -> None:
-        """Begin to hand out pages; after an interruption in the middle of it the free ones are found
-        again.
-        """
-        if self._is_torn:
-            for part, table in zip(self.pool.parts, self.held.tables, strict=True):
-                part.pages.hold_only(table.pages)
-        self._is_torn = True
+        self.sequence.check_open()
+        with self.pool.handing_out():
+            self.batch.settle()

@@ -107,9 +107,13 @@ class PagedLayers:
         num_pages: int,
         step_size: int,
         checkpoints: int = 0,
+        *,
+        logs_copies: bool = False,
     ) -> None:
-        """``step_size``: new tokens of a sequence in one step, at most. ``checkpoints``: of the prefix
-        index.
+        """Make the tables' common part.
+
+        ``step_size``: new tokens of a sequence in one step, at most. ``checkpoints``: of the prefix index.
+        ``logs_copies``: note copies of pages in :attr:`copied`.
         """
         self.window = window
         self.in_chunks = window is not None and any(layer.format.kind == "chunks" for layer in layers)
@@ -117,7 +121,7 @@ class PagedLayers:
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages, checkpoints)
         self.promised = 0
-        self.copied: list[tuple[int, int, int]] | None = None
+        self.copied: list[tuple[int, int, int]] | None = [] if logs_copies else None
         self.is_fused = any(layer.backend is not None for layer in layers)
         self._window_pages = window_pages(window, step_size)
 

@@ -1,30 +1,191 @@
-"""One reservation for many sequences: the keys and values of all layers, in pages of 128 rows."""
+"""One reservation for the keys and values of all layers, in pages of 128 rows, and the sequences in it."""
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
+from weakref import ReferenceType, ref
 
 import mlx.core as mx
 
 from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.disk import DiskCache
-from kvant.cache.paged_layers import PagedLayers, PageTable
+from kvant.cache.identity import Identity
+from kvant.cache.layer_format import LayerFormat, State, describe_formats
+from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, kernel_of
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, close
-from kvant.cache.pool_state import PoolState, check_sizes, pool_bytes, rows_alone, sizes_alone
+from kvant.cache.pool_size import check_sizes, pages_and_rows, pool_bytes, single_rows, single_sizes
 from kvant.cache.prefix import as_text, digests, extended, root
-from kvant.errors import ContextError
+from kvant.errors import ContextError, SnapshotError
+from kvant.operators.front import Front
+from kvant.operators.rotary import Rotary
+from kvant.sizes import format_bytes
+from kvant.threads import Turn, check_process
 
-__all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "rows_alone", "sizes_alone"]
+__all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "single_rows", "single_sizes"]
 
 FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
 
 
-class Pool(PoolState):
-    """Sequences of one memory, and the steps that they take together. ``model.make_pool`` makes it."""
+class Pool:
+    """Sequences of one memory, and the steps that they take together. ``model.make_pool`` makes it.
+
+    All memory is allocated, and touched, at once; it never grows. A layer's arrays are those of PMX's dynamic
+    batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1 with pages of 128 rows,
+        cache_layout 3,
+    one layer. T is as many rows as all pages have.
+
+    A ``single`` pool is the memory of one conversation. It has one sequence, which stays open: opening it
+    again goes back to what it has in common with the new prompt.
+    """
+
+    page_size = PAGE_SIZE
+    may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
+    states: Sequence[State] = ()  # what a sequence has of each layer that has a state in place of rows
+    disk: Any = None  # a PoolDisk, where its pages and states are written, and read from; None: nowhere
+    takes_back = True  # a step may be committed in part, a step of several sequences too
+    layout = ""  # what a bridged model expects in its cache, as JSON; "": a decoder's
+
+    def __init__(
+        self,
+        formats: Sequence[LayerFormat],  # of each layer, with its window
+        fronts: Sequence[Front],  # of each layer; position j is at column j of its bias split's rotation
+        *,
+        tokens: int,  # of all sequences together; whole pages are made of them
+        sequences: int,  # that can be open at once
+        max_seq_len: int,  # tokens that a sequence can have
+        # new tokens of a sequence in one step, at most; a single pool takes any number
+        prefill_step_size: int,
+        single: bool = False,  # it is the memory of one conversation, and shares no pages
+        # ends of texts that are kept, each in the pages that a window sees and one more
+        checkpoints: int = 0,
+        make_cache: Callable[[int], Any],  # makes a ModelCache for so many tokens, in the pool's format
+        identity: Identity | None = None,  # of the model whose tokens it holds; None: not known
+        kernels: str | None = None,  # as of CacheOptions; what the pool needs of the kernel runs once now
+        dtype: mx.Dtype = mx.float16,  # of queries
+        num_heads: int | None = None,  # H; None: not known
+        # of the whole model, where formats are a rank's: pages count for all
+        windows: Sequence[int | None] = (),
+        made_for: object = None,  # the config of the model that made it; None: not known
+        rotary: Rotary | None = None,  # how the model rotates keys; None: not known
+        # Whether each sequence's attention is computed by itself. If not, the lengths of the others change
+        # the rounding of its logits.
+        attends_apart: bool = True,
+        divided: bool = False,  # other ranks hold some of the rows: sequences can be neither saved nor loaded
+    ) -> None:
+        """Allocate the pool.
+
+        A single pool has as many rows as tokens; through a window, few more than are seen.
+        """
+        check_sizes(
+            tokens=tokens, sequences=sequences, max_seq_len=max_seq_len, prefill_step_size=prefill_step_size
+        )
+        check_process()
+        layers = [
+            PoolLayer(own, front, *kernel_of(own, kernels, dtype, num_heads, self.may_have_sinks))
+            for own, front in zip(formats, fronts, strict=True)
+        ]
+        parts = []
+        # In the order of the layers; where none keeps rows, pages still count tokens.
+        kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
+        for window, kind in dict.fromkeys(kinds) or [(None, "")]:
+            of_part = [
+                layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)
+            ]
+            num_pages, rows = pages_and_rows(
+                window, tokens, sequences, prefill_step_size, checkpoints, single=single
+            )
+            for layer in of_part:
+                layer.allocate(rows)
+            parts.append(
+                PagedLayers(
+                    window,
+                    of_part,
+                    num_pages,
+                    prefill_step_size,
+                    checkpoints,
+                    logs_copies=divided and not single,
+                )
+            )
+        self.turn = Turn()  # held by the thread that computes through the pool
+        self.layers = tuple(layers)  # of the model, in order
+        self.saved: Sequence[PoolLayer | State] = self.layers  # the same, with its states among them
+        self.parts = tuple(parts)  # the layers by the page tables that they share
+        self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
+        # The layers that see all tokens; where all have a window, those with the widest.
+        self.main = max(parts, key=lambda part: math.inf if part.window is None else part.window)
+        self.num_pages = self.main.pages.num
+        self.has_windows = any(part.window is not None for part in parts)  # pages move along with a sequence
+        self.formats = list(formats)
+        # Runs the fused kernel, for the layers that it takes; None: every layer is unfused.
+        self.backend = next((layer.backend for layer in layers if layer.backend is not None), None)
+        self.max_sequences, self.num_sequences = sequences, 0  # that can be open at once, and that are
+        self.max_seq_len = max_seq_len
+        self.checkpoints = 0 if single and divided else checkpoints
+        self.single = single
+        self.prefill_step_size = sys.maxsize if single else prefill_step_size
+        self.make_cache = make_cache
+        self.identity = identity
+        self.made_for = made_for
+        self.rotary = rotary
+        self.attends_apart = attends_apart
+        self.divided = divided
+        # Of a single pool, the sequence that is open, and its steps. Whoever opened them holds them:
+        # references in a circle would keep the memory until the garbage collector comes.
+        self._conversation: ReferenceType[PoolSequence] | None = None
+        self._step: ReferenceType[PoolBatch] | None = None
+        self._is_torn = False  # an interruption may have come while pages were handed out
+
+    def release(self) -> None:
+        """Give the memory back. The pool cannot be used after it."""
+        for layer in self.layers:
+            layer.arrays.clear()
+
+    def describe(self) -> str:
+        """Its size and format, in a line."""
+        kinds = []
+        for part in self.parts:
+            seen = "all tokens" if part.window is None else f"the last {part.window}"
+            kinds.append(f"{part.pages.num} pages for {len(part.layers)} layers that see {seen}")
+        kept = f" and {self.checkpoints} checkpoints" if self.checkpoints else ""
+        size = f"{format_bytes(self.nbytes)} at {describe_formats(self.formats)}"
+        return f"{size} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers with their fronts, and of states: of every sequence and checkpoint."""
+        states = sum(state.nbytes for state in self.states)
+        return sum(layer.nbytes for layer in self.layers) + (self.max_sequences + self.checkpoints) * states
+
+    @property
+    def num_free(self) -> int:
+        """Of :attr:`num_pages` those that new sequences could have."""
+        return self.main.num_free
+
+    def check_whole(self) -> None:
+        """Refuse what needs all rows."""
+        if self.divided:
+            raise SnapshotError(
+                "the pool is divided over several ranks: its sequences take no cache and give none"
+            )
+
+    def check_opening(self, max_tokens: int) -> None:
+        """Refuse a sequence that the pool is not made for, or one too many."""
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
+        if max_tokens > self.max_seq_len:
+            raise ContextError(
+                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most "
+                f"{self.max_seq_len}"
+            )
+        if self.num_sequences == self.max_sequences:
+            raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
 
     def pages_needed(self, max_tokens: int) -> int:
         """Pages, of :attr:`num_pages`, for a sequence of so many tokens that shares none."""
@@ -47,7 +208,12 @@ class Pool(PoolState):
             salt: sequences share pages only with those of the same one.
             whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins
                 alike are copied as well.
+
+        The sequence of a single pool stays open: opened again, it goes back to what it has in common with the
+        prompt less its last token, or as far before that as its windows and states allow.
         """
+        if (conversation := self.conversation) is not None:
+            return self._resume(conversation, prompt)
         with self.turn:
             self.check_opening(max_tokens)
             if len(prompt) > max_tokens:
@@ -82,6 +248,8 @@ class Pool(PoolState):
                 made.states = states
             for part in self.parts if length and self.checkpoints else ():
                 part.prefix.use_checkpoints(as_text(made.ids, salt), by_prompt=True)
+            if self.single:
+                self._conversation = ref(made)
             return made
 
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
@@ -168,7 +336,77 @@ class Pool(PoolState):
         ``rows``: sequences that the steps' inputs have, those past the given ones as padding; None: no
             padding.
         """
+        held = None if self._step is None else self._step()
+        if held is not None:
+            return held
+        step = self._new_batch(sequences, rows)
+        if self.single:
+            self._step = ref(step)
+        return step
+
+    def _new_batch(self, sequences: Sequence[PoolSequence], rows: int | None) -> PoolBatch:
         return PoolBatch(self, sequences, rows)
+
+    def drop_step(self) -> None:
+        """Drop a step of a single pool that was begun and not committed."""
+        step = None if self._step is None else self._step()
+        if step is not None:
+            step.end_step()
+
+    @property
+    def conversation(self) -> PoolSequence | None:
+        """The sequence of a single pool, if it is open."""
+        return None if self._conversation is None else self._conversation()
+
+    @contextmanager
+    def handing_out(self) -> Iterator[None]:
+        """Hand out pages within. After an interruption in the middle, a single pool finds the free ones
+        again.
+        """
+        conversation = self.conversation
+        if self._is_torn and conversation is not None:
+            for part, table in zip(self.parts, conversation.tables, strict=True):
+                part.pages.hold_only(table.pages)
+        self._is_torn = True
+        yield
+        self._is_torn = False
+
+    def shared_with(self, ids: Sequence[int]) -> int:
+        """Return how many tokens the sequence of a single pool holds, if a text begins with all of them;
+        else 0.
+        """
+        conversation = self.conversation
+        held = [] if conversation is None else conversation.ids
+        return len(held) if list(ids[: len(held)]) == held else 0
+
+    def _resume(self, sequence: PoolSequence, prompt: Sequence[int]) -> PoolSequence:
+        sequence.keep_common(prompt)
+        if self.disk is not None:
+            self._read_from_disk(self.disk, sequence, prompt)
+        return sequence
+
+    def _read_from_disk(self, disk: PoolDisk, sequence: PoolSequence, prompt: Sequence[int]) -> None:
+        """Read the beginning of a prompt, less its last token, if the disk has more of it than the
+        sequence.
+        """
+        ids, chain, first = self.on_disk(prompt, sequence.salt, whole_pages=False)
+        if len(ids) <= sequence.length:
+            return
+        sequence.trim(sequence.length)
+        lost = {layer: first[part] * PAGE_SIZE for part, layer in self.places}
+        with suppress(FileNotFoundError), sequence.filling(lost, ids):
+            for part, table in zip(self.parts, sequence.tables, strict=True):
+                begin = table.start // PAGE_SIZE
+                for number, page in enumerate(table.pages[: len(chain) - begin], begin):
+                    rows = disk.page(part, chain[number], min(PAGE_SIZE, len(ids) - number * PAGE_SIZE))
+                    if rows is None:
+                        raise FileNotFoundError("a page that was there")
+                    part.put_page(page, rows)
+                mx.eval([layer.arrays for layer in part.layers])
+            if self.states:
+                if (states := disk.states(chain[-1])) is None:
+                    raise FileNotFoundError("states that were there")
+                sequence.will_have(len(ids), states)
 
     def _beginning(
         self, prompt: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None

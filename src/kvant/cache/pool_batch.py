@@ -3,14 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence
-from kvant.cache.pool_state import PoolState
 from kvant.operators.cpu_paged_attention import computes_at_once
 from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
@@ -19,6 +18,9 @@ from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows, put_rows
 
 # new tokens, as a layer stores them
+if TYPE_CHECKING:
+    from kvant.cache.pool import Pool
+
 Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]
 
 
@@ -61,7 +63,7 @@ class PoolBatch:
     MLX would copy the layers' arrays to read what the other is about to change.
     """
 
-    def __init__(self, pool: PoolState, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
+    def __init__(self, pool: "Pool", sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         self.pool, self.turn = pool, pool.turn
         self.sequences = tuple(sequences)  # that take part, B of them
         count = len(self.sequences)
@@ -75,6 +77,10 @@ class PoolBatch:
         if type(self.rows) is not int or self.rows < count:
             raise ValueError(f"rows is {rows!r}; expected an int, at least {count} for so many sequences")
         self.step: mx.array | None = None  # token ids (rows, S) of a step that was begun and is not committed
+        self.embeddings: mx.array | None = (
+            None  # (rows, S, hidden) of the step's tokens; None: those of its ids
+        )
+        self._next_embeddings: mx.array | None = None
         self._placed: dict[PagedLayers, PagedRows] = {}
         self._start = 0  # the position of the first of the tokens that wait
         self.unwritten = Waiting(list)  # of the layers that keep them until the step is committed
@@ -108,6 +114,10 @@ class PoolBatch:
         """Ids of the tokens of each sequence."""
         return [sequence.ids for sequence in self.sequences]
 
+    def give_embeddings(self, embeddings: mx.array) -> None:
+        """Have the next step read rows (rows, S, hidden) in place of its ids' embeddings."""
+        self._next_embeddings = embeddings
+
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         """Begin a step of token ids (rows, S); earlier ones of its sequences that were not committed are
         gone.
@@ -119,7 +129,7 @@ class PoolBatch:
             raise ValueError(f"inputs has {rows} sequences; expected {self.rows}")
         if self.pool.prefill_step_size < S:
             raise ValueError(f"{S} new tokens in one step; the pool takes {self.pool.prefill_step_size}")
-        with self.turn:
+        with self.turn, self.pool.handing_out():
             for sequence in self.sequences:
                 sequence.check_room(S)
             self.settle()
@@ -127,12 +137,14 @@ class PoolBatch:
             lengths, placed = every[: len(self.sequences)], {}
             for number, part in enumerate(self.pool.parts):
                 tables = [sequence.tables[number] for sequence in self.sequences]
-                waits = self.pool.alone and part.waits(tables[0], lengths[0], S)
+                waits = self.pool.single and part.waits(tables[0], lengths[0], S)
                 if not waits:
                     part.make_room(tables, lengths, S)
                 placed[part] = place_rows(part, tables, lengths, S, waits=waits)
             self._placed, self._start = placed, lengths[0]
             self.step = inputs
+            self.embeddings = self._next_embeddings
+            self._next_embeddings = None
             for sequence in self.sequences:
                 sequence.step = self.step
             return every
@@ -147,7 +159,7 @@ class PoolBatch:
             ids: the step's token ids, one list for each sequence; None: they are read from what the step was
                 begun with.
         """
-        with self.turn:
+        with self.turn, self.pool.handing_out():
             step, count = self.step, len(self.sequences)
             live = [(b, sequence) for b, sequence in enumerate(self.sequences) if not sequence.released]
             if step is None or any(sequence.step is not step for _, sequence in live):
@@ -176,6 +188,7 @@ class PoolBatch:
         """Drop a step that was begun and is not committed."""
         self.settle()
         self.step = None
+        self.embeddings = None
         self._placed = {}
 
     def settle(self) -> None:

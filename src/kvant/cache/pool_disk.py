@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import mlx.core as mx
 
@@ -24,7 +24,9 @@ from kvant.cache.layer_format import (
 )
 from kvant.cache.paged_layers import PagedLayers
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cache.pool_state import PoolState
+
+if TYPE_CHECKING:
+    from kvant.cache.pool import Pool
 
 VERSION = 1
 Found = TypeVar("Found")
@@ -33,7 +35,7 @@ Found = TypeVar("Found")
 class PoolDisk:
     """Files of one model and format in a disk cache, which may have others' too."""
 
-    def __init__(self, disk: DiskCache, pool: PoolState, *, is_exact: bool) -> None:
+    def __init__(self, disk: DiskCache, pool: "Pool", *, is_exact: bool) -> None:
         """``is_exact``: only what chunks of 128 tokens computed here is read, as for a deterministic
         scheduler.
         """

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import mlx.core as mx
 
@@ -10,17 +10,19 @@ from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.layer_format import SLACK, Arrays, State, difference
 from kvant.cache.paged_layers import PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, runs
-from kvant.cache.pool_state import PoolState
 from kvant.cache.prefix import as_text, digests, root
 from kvant.errors import ContextError
 from kvant.operators.paged_rows import put_rows, stored_rows
+
+if TYPE_CHECKING:
+    from kvant.cache.pool import Pool
 
 
 class PoolSequence:
     """A text in a pool. ``pool.sequence`` makes it."""
 
     def __init__(
-        self, pool: PoolState, tables: list[PageTable], max_tokens: int, ids: Sequence[int], salt: bytes
+        self, pool: "Pool", tables: list[PageTable], max_tokens: int, ids: Sequence[int], salt: bytes
     ) -> None:
         """With ``ids`` of tokens whose rows are in the tables' pages already."""
         self.pool = pool
@@ -30,6 +32,7 @@ class PoolSequence:
         self.step: object | None = None  # that it takes part in and that is not committed
         self._ids = list(ids)
         self.length = len(self._ids)  # committed tokens; the position of the next one
+        self.lookahead = 0  # the last of these tokens, which were computed but not handed out yet
         self._kept: dict[int, tuple[dict[PoolLayer, list[mx.array]], Any]] = {}  # places, by their lengths
         self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
         self.released = False  # its pages were given back
@@ -86,7 +89,7 @@ class PoolSequence:
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all it has, as far as :meth:`can_trim_to` allows. Returns how many."""
         check_num_tokens(num_tokens)
-        with self.pool.turn:
+        with self.pool.turn, self.pool.handing_out():
             self.check_open()
             lost = min(num_tokens, self.length)
             length = self.length - lost
@@ -105,6 +108,8 @@ class PoolSequence:
                     part.go_back(table, length)
             self._kept = {each: kept for each, kept in self._kept.items() if each <= length}
             self.states = self.states
+            self.pool.drop_step()
+            self.lookahead = 0
             return lost
 
     def _put_back(self, length: int) -> None:
@@ -160,6 +165,26 @@ class PoolSequence:
         """Forget what it has past its first ``num_tokens`` tokens."""
         check_num_tokens(num_tokens)
         self.trim(max(0, self.length - num_tokens))
+
+    def go_back(self, num_tokens: int) -> int:
+        """Forget what it has past ``num_tokens`` tokens, or past the last checkpoint before, if it must.
+
+        Returns how many tokens it still has.
+        """
+        self.trim_to(self.nearest(num_tokens))
+        return self.length
+
+    def keep_common(self, ids: Sequence[int]) -> int:
+        """Go back to what it has in common with these tokens less the last. Returns how many of them it has
+        now.
+
+        One token has to be fed for there to be logits. Fewer are left if a window or a state cannot go back
+        that far.
+        """
+        own = self.ids
+        length = min(len(own), len(ids) - 1)
+        common = next((i for i in range(length) if own[i] != ids[i]), length)
+        return self.go_back(common)
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
@@ -224,9 +249,9 @@ class PoolSequence:
         pool = self.pool
         if pool.states and not pool.checkpoints:
             return
-        if pool.alone and last_page and upto in (None, self.length):
+        if pool.single and last_page and upto in (None, self.length):
             self.keep()  # the next sequence begins with what this one leaves
-        if pool.alone and pool.disk is None:
+        if pool.single and pool.disk is None:
             return
         with pool.turn:
             self.check_open()
@@ -235,7 +260,7 @@ class PoolSequence:
             is_all = 0 < len(ids) == self.length <= len(chain) * PAGE_SIZE
             if pool.disk is not None:
                 self._write(ids, chain, mid_prompt, is_all=is_all)
-            if pool.alone:
+            if pool.single:
                 return
             before = [root(self.salt), *chain]
             for part, table in zip(pool.parts, self.tables, strict=True):
@@ -384,7 +409,7 @@ class PoolSequence:
 
         The sequence of a conversation's cache stays open: the cache has one alone.
         """
-        if not self.pool.alone:
+        if not self.pool.single:
             self.close()
 
     def close(self) -> None:
@@ -409,7 +434,7 @@ def check_num_tokens(num_tokens: int) -> None:
         raise ValueError(f"num_tokens is {num_tokens!r}; expected an int, 0 or more")
 
 
-def close(pool: PoolState, tables: Sequence[PageTable]) -> None:
+def close(pool: "Pool", tables: Sequence[PageTable]) -> None:
     """Give back the pages of the first parts' tables, or of all."""
     for part, table in zip(pool.parts, tables, strict=False):
         part.close(table)

@@ -87,7 +87,7 @@ class PlainCacheFile(PromptCacheFile):
                 f"{self._path}: of another model: it has {len(self._layers)} caches; expected {len(made)}"
             )
         length = max((layer.offset for layer in self._layers), default=0)
-        with made.held.filling(dict.fromkeys(made.pool.layers, 0), [UNKNOWN_ID] * length):
+        with made.sequence.filling(dict.fromkeys(made.pool.layers, 0), [UNKNOWN_ID] * length):
             for number, (layer, own) in enumerate(zip(made.pool.layers, self._layers, strict=True)):
                 keys, values, kept = own.keys[..., :length, :], own.values[..., :length, :], layer.format
                 shapes = [
@@ -100,7 +100,7 @@ class PlainCacheFile(PromptCacheFile):
                     )
                 keys = layer.front.keys(keys)
                 stored = fitted_tokens(keys, values, layer.arrays, quant_bit=0, quant_group=0, alone=True)
-                made.held.put(layer, stored, length)
+                made.sequence.put(layer, stored, length)
         self._layers = []
         return made
 

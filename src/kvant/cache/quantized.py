@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE
-from kvant.cache.pool import Pool, check_sizes, sizes_alone
+from kvant.cache.pool import Pool, check_sizes, single_sizes
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.front import Front
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization
@@ -86,7 +86,9 @@ class QuantizedKVCache(KVCache):
 
         def made(tokens: int) -> ModelCache:
             return ModelCache(
-                Pool([own], [Front(bias_split=bias_split)], **sizes_alone(tokens), **options, make_cache=made)
+                Pool(
+                    [own], [Front(bias_split=bias_split)], **single_sizes(tokens), **options, make_cache=made
+                )
             )
 
         cache = made(max_seq_len)
@@ -121,8 +123,8 @@ class QuantizedKVCache(KVCache):
 
     def reset(self) -> None:
         """Forget every token; the memory stays reserved."""
-        self.batch.reset()
+        self.cache.reset()
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
-        self.batch.release()
+        self.cache.release()

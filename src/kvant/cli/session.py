@@ -108,7 +108,7 @@ class Session:
         return wanted.build_for(self.tokenizer, self.model.config.vocab_size)
 
     def describe_cache(self) -> str:
-        kind = describe_formats(self.cache.formats)
+        kind = describe_formats(self.cache.pool.formats)
         text = f"{self.cache.max_seq_len} tokens reserved, {kind}, {format_bytes(self.cache.keys_values)}"
         if not self.state_bytes:
             return text
@@ -148,7 +148,7 @@ def open_session(
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
     say("\n  ".join(lines), run.quiet or not announce)
-    session.drafts = drafts_beside(session, run, session.cache, announce=announce)
+    session.drafts = drafts_beside(session, run, session.cache.pool, announce=announce)
     return session
 
 
@@ -160,9 +160,7 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | ModelDrafts | No
     return ModelDrafts(model=session.draft_model, num_draft_tokens=run.num_draft_tokens, options=options)
 
 
-def drafts_beside(
-    session: Session, run: RunOptions, pool: Pool | ModelCache, *, announce: bool = True
-) -> Drafts | None:
+def drafts_beside(session: Session, run: RunOptions, pool: Pool, *, announce: bool = True) -> Drafts | None:
     """Where the answers of a pool draft from; what a draft model needs is reserved, and that is printed."""
     drafts = asked_drafts(session, run)
     if not isinstance(drafts, ModelDrafts):

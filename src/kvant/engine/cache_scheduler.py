@@ -3,8 +3,6 @@
 from collections import deque
 from collections.abc import Sequence
 
-import mlx.core as mx
-
 from kvant.cache import KVCache
 from kvant.engine.request import PREFILL_STEP_SIZE, Request, Token, check_count
 from kvant.engine.scheduler import Scheduler
@@ -30,27 +28,27 @@ class CacheScheduler(Scheduler):
     ) -> None:
         check_count("prefill_step_size", prefill_step_size)
         self.cache = model.check_cache(cache)
-        self.cache.prefill_step_size = prefill_step_size
-        super().__init__(model, self.cache, max_batch=1)
+        self.sequence = self.cache.sequence
+        super().__init__(model, self.cache.pool, max_batch=1, prefill_step_size=prefill_step_size)
         self._later: deque[Token] = deque()  # of the last step
         self._last: int | None = None  # handed out last
-        # the cache's step and lengths at the last look
-        self._found: tuple[mx.array | None, int, int] = None, 0, 0
+        # The sequence's step and lengths when it was looked at last.
+        self._found: tuple[object | None, int, int] = (None, 0, 0)
 
     @property
     def ids(self) -> list[int]:
         """Ids of the tokens that the cache holds."""
-        return self.cache.ids[0][: self._kept]
+        return self.sequence.ids[: self._kept]
 
     @property
     def _kept(self) -> int:
         """Tokens that the cache holds for what was handed out."""
-        return self.cache.offset - self.cache.ahead
+        return self.sequence.length - self.sequence.lookahead
 
     def submit(self, request: Request | Work) -> None:
         with self.cache.turn:
             super().submit(request)
-            self.cache.go_back(self._kept)  # what was left suspended here does not go on
+            self.sequence.go_back(self._kept)  # what was left suspended here does not go on
             self._last = None
             self._look()
 
@@ -60,8 +58,8 @@ class CacheScheduler(Scheduler):
 
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
-        cache = self.cache
-        with cache.turn:
+        sequence = self.sequence
+        with self.cache.turn:
             if not self._is_mine:
                 self._end_all()
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
@@ -71,13 +69,13 @@ class CacheScheduler(Scheduler):
                     self._later.extend(super().step())
                 tokens = [self._later.popleft()] if self._later else []
                 if tokens and tokens[0].token is not None:
-                    # an error is behind a token
-                    self._last, kept = tokens[0].token, cache.offset - len(self._later)
-                cache.ahead = max(0, cache.offset - kept)
+                    self._last = tokens[0].token
+                    kept = sequence.length - len(self._later)  # an error is behind a token
+                sequence.lookahead = max(0, sequence.length - kept)
                 self._look(go_back=bool(tokens) and tokens[0].token is None)
             except BaseException:
                 self._end_all()
-                cache.ahead = max(0, cache.offset - kept)
+                sequence.lookahead = max(0, sequence.length - kept)
                 self._look(go_back=True)
                 raise
             return tokens
@@ -94,15 +92,16 @@ class CacheScheduler(Scheduler):
 
     def keep_last(self) -> None:
         """Count the last token of a request that has ended, if there is room, as mlx-lm's cache does."""
-        cache = self.cache
-        with cache.turn:
-            limit = context_limit(self._model, cache.max_seq_len)
-            if self._last is None or (limit is not None and cache.offset >= limit) or not self._is_mine:
+        batch = self.cache.batch
+        with self.cache.turn:
+            limit = context_limit(self._model, self.cache.max_seq_len)
+            is_full = limit is not None and self.sequence.length >= limit
+            if self._last is None or is_full or not self._is_mine:
                 return
-            if cache.step is None:
-                self._decoder.feed(cache, [[self._last]])
+            if self.sequence.step is None:
+                self._decoder.feed(batch, [[self._last]])
             else:
-                cache.commit(1, ids=[[self._last]])
+                batch.commit(1, ids=[[self._last]])
             self._last = None
             self._look()
 
@@ -121,11 +120,13 @@ class CacheScheduler(Scheduler):
     @property
     def _is_mine(self) -> bool:
         """Whether nobody else used the cache since the last look."""
-        return self._found[0] is self.cache.step and self._found[1:] == (self.cache.offset, self.cache.ahead)
+        return self._found[0] is self.sequence.step and self._found[1:] == (
+            self.sequence.length,
+            self.sequence.lookahead,
+        )
 
     def _look(self, *, go_back: bool = False) -> None:
-        """Note how the cache is; ``go_back``: once it holds what was handed out alone."""
-        cache = self.cache
-        if go_back and cache.ahead:
-            cache.go_back(self._kept)
-        self._found = cache.step, cache.offset, cache.ahead
+        """Note how the sequence is; ``go_back``: once it holds only what was handed out."""
+        if go_back and self.sequence.lookahead:
+            self.sequence.go_back(self._kept)
+        self._found = (self.sequence.step, self.sequence.length, self.sequence.lookahead)

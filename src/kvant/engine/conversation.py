@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvant.cache import KVCache, ModelCache
+from kvant.cache import KVCache
+from kvant.cache.pool import Pool
 from kvant.cache.snapshot import read_header
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import Drafts
@@ -191,7 +192,7 @@ class Conversation:
         self.messages = messages
         self.reused_tokens = self.forgotten = 0
         self._known = KnownText(self._tokenizer)
-        self._known.restore(self._cache.ids[0])
+        self._known.restore(self._cache.ids)
 
     def thinking(self) -> Thinking | None:
         """A splitter for the answer that was begun last; None: the model's template has no marks of
@@ -219,7 +220,7 @@ class Conversation:
         stops = check_stops(stop)
         drafts = asked_drafts(draft, draft_model, num_draft_tokens, self._model, self._tokenizer)
         scheduler = CacheScheduler(self._model, self._cache, prefill_step_size=prefill_step_size)
-        beside = None if drafts is None else self._beside(drafts, scheduler.cache)
+        beside = None if drafts is None else self._beside(drafts, self._cache.pool)
         whole = [*before, {"role": "user", "content": text}]
         prompts = [self._fit(whole, [])]  # that the model was given, the last one of which it answers
 
@@ -257,7 +258,7 @@ class Conversation:
         self._turn = self._record(prompts, answer)
         return self._turn
 
-    def _beside(self, drafts: Drafts | ModelDrafts, pool: ModelCache) -> Drafts:
+    def _beside(self, drafts: Drafts | ModelDrafts, pool: Pool) -> Drafts:
         """These drafts beside the cache. What a draft model holds is kept for the next turn."""
         if isinstance(drafts, Drafts):
             return drafts

@@ -10,7 +10,6 @@ from itertools import islice, takewhile
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.drafts import DraftChoice
@@ -30,7 +29,7 @@ class Step:
     """A step that was begun: the last token of each answer is fed."""
 
     answers: list[Answer]
-    batch: PoolBatch | ModelCache
+    batch: PoolBatch
     logits: mx.array  # (rows, vocab), the first rows being the answers', not evaluated
     sampled: Sampled | None  # the next tokens; None where something has to see the tokens before them
     is_ahead: bool = False  # it was begun before the tokens that it feeds were read
@@ -44,7 +43,7 @@ class Step:
 class BatchDecoder:
     """Begins steps of a model and a pool, with drafts where they pay, and reads what came of these."""
 
-    def __init__(self, model: LanguageModel, pool: Pool | ModelCache, *, rows: int | None) -> None:
+    def __init__(self, model: LanguageModel, pool: Pool, *, rows: int | None) -> None:
         """``rows``: of every step, those beyond the answers being padding; None: one for each answer."""
         self._model, self._pool, self._rows = model, pool, rows
         self._choice = DraftChoice()
@@ -260,8 +259,8 @@ def _found(step: Step, drafts: Sequence[list[int]], picked: Sequence[Picked | Ex
 
 
 @contextmanager
-def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
-    """Raise what MLX raises of a step as a KernelError, if the cache uses the fused kernel.
+def kernel_failures(pool: Pool) -> Iterator[None]:
+    """Raise what MLX raises of a step as a KernelError, if the pool uses the fused kernel.
 
     MLX's errors are a RuntimeError or a ValueError itself, whatever failed. Arrays that the step changed may
     be lost. The failure is recorded: later caches of these formats, in other processes too, do without the
@@ -270,11 +269,12 @@ def kernel_failures(cache: Pool | ModelCache) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if type(error) not in (RuntimeError, ValueError) or cache.backend is None:
+        if type(error) not in (RuntimeError, ValueError) or pool.backend is None:
             raise
         said = f"a step failed: {one_line(error)}"
-        layers = cache.layers if isinstance(cache, Pool) else cache.pool.layers
-        kernel_record.keep({layer.use: said for layer in layers if layer.backend is not None}, cache.backend)
+        kernel_record.keep(
+            {layer.use: said for layer in pool.layers if layer.backend is not None}, pool.backend
+        )
         raise KernelError(
             f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes "
             f"without it"

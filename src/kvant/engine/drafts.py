@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
-from kvant.cache import ModelCache
 from kvant.cache.pool import Pool
 from kvant.errors import ArgumentError
 
@@ -214,7 +213,7 @@ class Drafts:
 
     most: int = MOST  # tokens that are drafted a step, at most
 
-    def beside(self, pool: Pool | ModelCache) -> Self:
+    def beside(self, pool: Pool) -> Self:
         """For the sequences of a pool."""
         return self
 

@@ -131,14 +131,14 @@ def stream_generate(
         cache = model.check_cache(prompt_cache)
         check_given(cache, kv_bits, kv_group_size, max_kv_size)
     scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
-    cache.embeddings = None if input_embeddings is None else (len(scheduler.ids), input_embeddings)
     request = Request(
         scheduler.ids + ids,
         max_tokens,
         sampler,
         tuple(logits_processors or ()),
         tokenizer.eos_token_ids,
-        drafts=None if drafts is None else drafts.beside(scheduler.cache),
+        drafts=None if drafts is None else drafts.beside(cache.pool),
+        embeddings=input_embeddings,
         progress=prompt_progress_callback,
         keep_logprobs=True,
     )
@@ -153,9 +153,9 @@ def check_given(
     said = [("max_kv_size", max_kv_size, cache.max_seq_len)]
     said += [
         ("kv_bits", kv_bits, own)
-        for own in {own for each in cache.formats for own in each.bits.values()} or {0}
+        for own in {own for each in cache.pool.formats for own in each.bits.values()} or {0}
     ]
-    for own in cache.formats:
+    for own in cache.pool.formats:
         # A bridged layer whose widths the group does not divide has a smaller one.
         if own.kv_bits and own.kv_group_size != math.gcd(
             kv_group_size or 0, own.head_dim, own.value_head_dim

@@ -48,7 +48,7 @@ class ModelDrafts:
         """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
-    def beside(self, pool: Pool | ModelCache) -> "PooledDrafts":
+    def beside(self, pool: Pool) -> "PooledDrafts":
         """The drafts for the sequences of a pool: as many are reserved for the draft model, in the same
         format.
 
@@ -60,22 +60,24 @@ class ModelDrafts:
         group = max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE
         chosen = draft_format(config, replace(self.options.at(bits), kv_group_size=group))
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
-        made: Pool | ModelCache
-        sequences, step_size = pool.max_sequences, pool.prefill_step_size
-        if isinstance(pool, ModelCache):
-            made = self.model.make_cache(tokens, **chosen.fields)
-            made.prefill_step_size = step_size
+        cache: ModelCache | None = None
+        if pool.single:
+            cache = self.model.make_cache(tokens, **chosen.fields)
+            made = cache.pool
             refused = "rejected drafts are taken back from its cache, and its states cannot"
         else:
-            size = sequences * pages_for(tokens) * PAGE_SIZE
             made = self.model.make_pool(
-                size, sequences=sequences, max_seq_len=tokens, prefill_step_size=step_size, **chosen.fields
+                pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
+                sequences=pool.max_sequences,
+                max_seq_len=tokens,
+                prefill_step_size=pool.prefill_step_size,
+                **chosen.fields,
             )
             refused = "side by side expected a model that kvant computes without mlx-lm"
         if not made.takes_back:
             raise ArgumentError("draft_model", f"has {config.model_type}'s layers; {refused}")
         mx.eval(self.model.arrays)  # a thread cannot compute what another one left undone
-        return PooledDrafts(most=self.most, model=self.model, pool=made)
+        return PooledDrafts(most=self.most, model=self.model, pool=made, cache=cache)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,13 +87,14 @@ class PooledDrafts(Drafts):
     asked = ModelDrafts.asked
 
     model: LanguageModel
-    pool: Pool | ModelCache  # the draft model's, of as many sequences as the other's; nobody else uses it
+    pool: Pool  # the draft model's, of as many sequences as the other's; nobody else uses it
+    cache: ModelCache | None = None  # keeps the sequence of a single pool open
     drafters: list["ModelDrafter"] = field(default_factory=list)  # of answers that have not ended
 
     def describe(self) -> str:
         """The reservation in a line."""
         pool = self.pool
-        tokens = pool.max_seq_len if isinstance(pool, ModelCache) else pool.num_pages * pool.page_size
+        tokens = pool.max_seq_len if pool.single else pool.num_pages * pool.page_size
         return f"{tokens} tokens reserved, {format_bytes(pool.nbytes)}"
 
     def for_answer(self, salt: bytes, tokens: int) -> "ModelDrafter":
@@ -260,9 +263,7 @@ def asked_drafts(
     return ModelDrafts(model=chosen, num_draft_tokens=num_draft_tokens)
 
 
-def check_drafts(
-    drafts: Drafts | ModelDrafts | None, pool: Pool | ModelCache, *, deterministic: bool = False
-) -> None:
+def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool, *, deterministic: bool = False) -> None:
     """Refuse drafts where a step of several tokens cannot be verified.
 
     What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
@@ -276,7 +277,7 @@ def check_drafts(
         )
     if pool.divided and name == "draft_model":
         raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
-    if not (pool.takes_back or isinstance(pool, ModelCache)):
+    if not (pool.takes_back or pool.single):
         raise ArgumentError(
             name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm"
         )

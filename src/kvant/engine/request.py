@@ -58,6 +58,7 @@ class Request:
     # an answer's first token brings the prompt's, with as many others at each place as of its own. Nothing of
     # the prompt is taken from earlier requests then
     prompt_logprobs: bool = False
+    embeddings: mx.array | None = None  # (T, hidden) in place of the embeddings of the prompt's last T ids
 
 
 @dataclass(slots=True)

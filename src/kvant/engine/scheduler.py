@@ -58,16 +58,18 @@ class Scheduler:
     def __init__(
         self,
         model: LanguageModel,
-        pool: Pool | ModelCache,
+        pool: Pool,
         *,
         max_batch: int,
         max_queue: int | None = None,
         deterministic: bool = False,
+        prefill_step_size: int | None = None,
     ) -> None:
         """For a model and its pool, which serves nobody else.
 
         ``max_batch``: answers that run at once, at most. ``max_queue``: requests that wait, at most; None:
-            any number.
+            any number. ``prefill_step_size``: prompt tokens that are fed at once, at most; None: as many as
+            the pool takes.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -85,6 +87,7 @@ class Scheduler:
                 "sequences at once, so that rounding goes with their lengths"
             )
         self._model, self._pool = model, pool
+        self._prefill_step_size = min(prefill_step_size or pool.prefill_step_size, pool.prefill_step_size)
         self._max_batch, self._max_queue, self._deterministic = max_batch, max_queue, deterministic
         self._decoder = BatchDecoder(model, pool, rows=max_batch if deterministic else None)
         self._under_way: dict[Request, Work] = {}
@@ -179,7 +182,7 @@ class Scheduler:
             # there.
             started = time.perf_counter()
             if not self._running:
-                self._burst = BURST * max(CHUNK, self._pool.prefill_step_size)
+                self._burst = BURST * max(CHUNK, self._prefill_step_size)
             elif self._prompt is None:
                 self._burst = 0
             if not (self._running and self._burst):
@@ -236,7 +239,7 @@ class Scheduler:
         """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of
         tokens.
         """
-        most = room = min(self._burst, max(CHUNK, self._pool.prefill_step_size)) or CHUNK
+        most = room = min(self._burst, max(CHUNK, self._prefill_step_size)) or CHUNK
         self._admit()
         while (work := self._prompt) is not None and (room == most or work.left <= room):
             left = work.left
@@ -253,7 +256,7 @@ class Scheduler:
             with kernel_failures(self._pool):
                 if self._queued is not None:
                     mx.eval(self._queued.logits)  # or MLX would copy the arrays that it reads
-                logits = work.feed(self._model, self._pool, min(room, self._pool.prefill_step_size))
+                logits = work.feed(self._model, self._pool, min(room, self._prefill_step_size))
             if logits is None:
                 return
             answers = work.begin_answers()
@@ -375,10 +378,9 @@ class Scheduler:
                 sequence.share_prefix(last_page=True, asked=work.asked)
             if not work.request.keep_cache:
                 return None, None
-            assert isinstance(self._pool, Pool)
             given = None if work.cache is None else work.cache.max_seq_len
             made: ModelCache = self._pool.make_cache(max(given or self._pool.max_seq_len, work.reserved))
-            made.held.load(sequence)
+            made.sequence.load(sequence)
             return made, None
         except Exception as error:
             return None, error

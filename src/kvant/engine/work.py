@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.pool_batch import PoolBatch
 from kvant.engine.drafts import Drafter
 from kvant.engine.processors import KINDS
 from kvant.engine.request import CHUNK, FinishReason, Request, check_count, limit_in_words
@@ -34,7 +34,7 @@ class Work:
         self,
         request: Request,
         model: LanguageModel,
-        pool: Pool | ModelCache,
+        pool: Pool,
         max_batch: int,
         *,
         is_exact: bool = False,
@@ -74,7 +74,7 @@ class Work:
         if request.cache is not None:
             self.cache = model.check_cache(request.cache)
             mx.eval(self.cache.arrays)  # another thread could not compute what this one left undone
-            self.ids, self.held = self.cache.ids[0] + self.ids, self.cache.offset
+            self.ids, self.held = self.cache.ids + self.ids, self.cache.offset
             # of a file; processors read logits at these places
             if self.processors and max(self.ids) >= vocab_size:
                 raise ValueError(
@@ -83,11 +83,7 @@ class Work:
         ids, context = self.ids, context_limit(model, pool.max_seq_len)
         assert context is not None
         if len(ids) > context:
-            begun = (
-                pool.offset
-                if isinstance(pool, ModelCache) and ids[: pool.offset] == pool.ids[0]
-                else self.held
-            )
+            begun = pool.shared_with(ids) or self.held
             used = f", {begun} of them used" if begun else ""
             raise ContextError(
                 f"the prompt has {len(ids) - begun} tokens; {limit_in_words(model, context)}{used}"
@@ -132,23 +128,23 @@ class Work:
         """What its first sequence may share the beginning of."""
         return () if self.cache is not None or self.request.prompt_logprobs else self.ids
 
-    def _own_tokens(self, pool: Pool | ModelCache) -> int:
+    def _own_tokens(self, pool: Pool) -> int:
         """Of the tokens reserved for an answer those that it does not share with the others of its prompt."""
         # Through a window every answer moves in pages of its own.
         shared = 0 if pool.has_windows else len(self.ids) // pool.page_size * pool.page_size
         return max(1, self.reserved - shared)
 
-    def fetch(self, pool: Pool | ModelCache) -> bool:
+    def fetch(self, pool: Pool) -> bool:
         """Read a part of its beginning from disk. Returns whether there is more; not for ever, if others
         need pages.
         """
-        if not isinstance(pool, Pool) or pool.disk is None or not pool.fits(self.reserved):
+        if pool.disk is None or not pool.fits(self.reserved):
             return False
         self.fetches += 1
         again = pool.fetch(self.known, salt=self.request.salt, whole_pages=self.is_exact, most=FETCH_PAGES)
         return again and self.fetches <= MIN_FETCHES + len(self.ids) // pool.page_size * len(pool.parts)
 
-    def reserve(self, pool: Pool | ModelCache) -> None:
+    def reserve(self, pool: Pool) -> None:
         """Open its sequences, with the beginning that others have fed."""
         ids, sequences, reserved, known = self.ids, self.sequences, self.reserved, self.known
         try:
@@ -159,11 +155,11 @@ class Work:
             first = sequences[0]
             if self.cache is None:
                 self.start = self.cached = self.exact = first.length
-                if isinstance(pool, Pool) and known:
+                if known and not pool.single:
                     self._explain(pool)
                     self._add_head(pool)
                 return
-            first.load(self.cache.held)
+            first.load(self.cache.sequence)
             self.start = self.held
             if first.ids != ids[: self.held]:
                 raise ValueError("the request's cache was changed after it was submitted")
@@ -195,7 +191,7 @@ class Work:
         elif head == self.start and pool.has_windows:  # it was joined where pages happened to be
             self.share(last_page=not self.is_exact, is_head=True)
 
-    def feed(self, model: LanguageModel, pool: Pool | ModelCache, room: int) -> mx.array | None:
+    def feed(self, model: LanguageModel, pool: Pool, room: int) -> mx.array | None:
         """Feed a chunk, of ``room`` tokens at most. The logits (1, vocab) of the prompt's end, or None
         before.
         """
@@ -206,11 +202,12 @@ class Work:
         end = min([end, *(place for place in self.places if start < place)])
         if end == len(ids) and model.last_token_alone:
             end = max(end - 1, start + 1)
+        batch = pool.batch([sequence])
+        end = self._give_embeddings(batch, start, end)
         chunk, logits = ids[start:end], None
         tell = self.request.progress
         if tell is not None and start == self.start:
             tell(0, len(ids) - start)
-        batch = pool.batch([sequence])
         if self.request.prompt_logprobs:
             every = model.every_logits(mx.array([chunk]), batch)[0]
             mx.eval(every)
@@ -235,6 +232,19 @@ class Work:
                 last_page=is_place and not self.is_exact, mid_prompt=not is_place, is_head=end in self.heads
             )
         return logits
+
+    def _give_embeddings(self, batch: PoolBatch, start: int, end: int) -> int:
+        """Give the request's own embeddings of a chunk to its step. Returns the chunk's end: rows or ids,
+        not both.
+        """
+        rows = self.request.embeddings
+        if rows is None:
+            return end
+        first = len(self.ids) - len(rows)
+        if start < first:
+            return min(end, first)
+        batch.give_embeddings(rows[None, start - first : end - first])
+        return end
 
     def begin_answers(self) -> list["Answer"]:
         """Fork the sequence that was fed, for every answer."""
@@ -340,7 +350,7 @@ class Answer:
         """Whether its token has to be known before the next one is sampled: a caller's error is nobody
         else's.
         """
-        return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.alone)
+        return self.matcher is not None or (self.work.calls_out and not self.sequence.pool.single)
 
 
 def _places(

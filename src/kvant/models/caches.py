@@ -57,7 +57,7 @@ def check_cache(
     checked = ModelCache.of(cache)
     if None not in (checked.pool.identity, identity) and checked.pool.identity != identity:
         raise ValueError("the cache holds tokens of another model")
-    check_batch(checked, config)
+    check_batch(checked.batch, config)
     return checked
 
 
@@ -133,7 +133,8 @@ def pool_size(
     sequences: int,
     dtype: mx.Dtype,
     max_seq_len: int | None = None,
-    prefill_step_size: int | None = 512,
+    prefill_step_size: int = 512,
+    single: bool = False,
     split_pairs: Sequence[int] | None = None,
 ) -> int:
     """Bytes of the pool that :meth:`kvant.models.Decoder.make_pool` makes with these arguments.
@@ -142,7 +143,7 @@ def pool_size(
     """
     max_seq_len = longest_sequence(config, tokens, max_seq_len)
     sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-    sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": options.checkpoints}
+    sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": options.checkpoints, "single": single}
     total = 0
     kinds = zip(config.windows, split_pairs or repeat(None), strict=False)
     tuned, count = options.kv_format, config.num_hidden_layers

@@ -12,7 +12,7 @@ from kvant.cache import AttentionCache, KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import narrow_window
 from kvant.cache.options import CacheFields, CacheOptions
-from kvant.cache.pool import Pool, check_sizes, pool_bytes, sizes_alone
+from kvant.cache.pool import Pool, check_sizes, pool_bytes, single_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.bias import ProjectionBias
 from kvant.models.caches import (
@@ -154,6 +154,7 @@ class Decoder:
 
     all_windows: Sequence[int | None] = ()  # of the whole model's layers, if these are a rank's alone
     last_token_alone = False
+    divided = False  # other ranks hold a part of the model, and of its caches
 
     def __init__(self, parts: DecoderParts) -> None:
         """``parts``: with both ends of the model."""
@@ -189,12 +190,12 @@ class Decoder:
         check_ids(inputs, self.config.vocab_size)
         if cache is None:
             return self.logits(self.hidden_states(inputs, offset))
-        cache = self._checked(cache)
-        with cache.turn:
-            hidden = self.hidden_states(inputs, offset, cache)
+        batch = self._checked(cache)
+        with batch.turn:
+            hidden = self.hidden_states(inputs, offset, batch)
             if threading.active_count() > 1:  # computed while no other thread may write to the cache
                 mx.eval(hidden)
-            cache.commit()
+            batch.commit()
         return self.logits(hidden)
 
     def hidden_states(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
@@ -213,11 +214,12 @@ class Decoder:
         if cache is None:
             check_offset(offset, (0,) * inputs.shape[0])
             return 0, [None] * len(self.layers)
-        cache = self._checked(cache)
-        check_offset(offset, cache.lengths)
-        lengths = cache.begin(inputs)
-        # A pool's are an array always: a token's logits are not to depend on the lengths of other sequences.
-        return lengths[0] if isinstance(cache, ModelCache) else mx.array(lengths), cache
+        batch = self._checked(cache)
+        check_offset(offset, batch.lengths)
+        lengths = batch.begin(inputs)
+        # In a shared pool it is always an array: a token's logits must not depend on the lengths of other
+        # sequences.
+        return lengths[0] if batch.pool.single else mx.array(lengths), batch
 
     def states(self, inputs: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
         """:meth:`hidden_states` through anything that attends.
@@ -228,7 +230,7 @@ class Decoder:
             caches: what each layer attends through; None: the tokens themselves.
         """
         check_process()
-        rows = caches.embeddings_of(inputs.shape[1]) if isinstance(caches, ModelCache) else None
+        rows = caches.embeddings if isinstance(caches, PoolBatch) else None
         x = (self._embed_tokens.rows(inputs) if rows is None else rows).astype(self.dtype)
         return rms_norm(self.through_layers(x, start, caches), self._norm, self.config.rms_norm_eps)
 
@@ -244,15 +246,15 @@ class Decoder:
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         return check_cache(cache, self.config, self.identity, self.make_cache)
 
-    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> ModelCache | PoolBatch:
-        if isinstance(cache, PoolBatch) and not isinstance(cache, ModelCache):
+    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> PoolBatch:
+        if isinstance(cache, PoolBatch):
             return check_batch(cache, self.config)
-        return self.check_cache(cache)
+        return self.check_cache(cache).batch
 
     def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        return ModelCache(self.make_pool(**sizes_alone(max_seq_len), **fields))
+        return ModelCache(self.make_pool(**single_sizes(max_seq_len), **fields))
 
     def make_pool(
         self,
@@ -260,14 +262,14 @@ class Decoder:
         *,
         sequences: int,
         max_seq_len: int | None = None,
-        prefill_step_size: int | None = 512,
+        prefill_step_size: int = 512,
+        single: bool = False,
         **fields: Unpack[CacheFields],
     ) -> Pool:
-        # Without a step size it is that of one sequence alone, as kvant.cache.pool.Pool has it.
         check_process()
         chosen = CacheOptions.of(**fields)
-        given = {"max_seq_len": max_seq_len or 1} if prefill_step_size is None else {"tokens": tokens}
-        check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size or 1)
+        given = {"max_seq_len": max_seq_len or 1} if single else {"tokens": tokens}
+        check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
         biases = [layer.self_attn.qkv_bias if chosen.bias_split else None for layer in self.layers]
         held_layers, held_heads = self._held
@@ -289,14 +291,14 @@ class Decoder:
             )
         ]
         sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints}
+        sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints, "single": single}
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
         fronts = []
         for number, split in zip(held_layers, splits, strict=True):
             choice = layer_choice(self.config, chosen, number, None if split is None else split.pairs)
             fronts.append(choice.front(held_heads, self.config.head_dim, split))
-        pool = Pool(
+        return Pool(
             formats,
             fronts,
             **sizes,
@@ -306,17 +308,18 @@ class Decoder:
             dtype=self.dtype,
             num_heads=self.config.num_attention_heads,
             windows=[narrow_window(window, max_seq_len) for window in self.all_windows],
+            made_for=self.config,
+            rotary=self._rotary,
+            divided=self.divided,
         )
-        pool.made_for, pool.rotary = self.config, self._rotary
-        return pool
 
-    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         return [self.hidden_states(inputs, cache=cache)[:, -1]]
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self.logits(self.hidden_states(inputs, cache=cache)[:, -1])
 
-    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self.logits(self.hidden_states(inputs, cache=cache))
 
     def logits(self, hidden_states: mx.array) -> mx.array:

@@ -40,9 +40,11 @@ class LanguageModel(Protocol):
 
     Attributes:
         identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
+        divided: other ranks hold a part of the caches that it makes: these are not saved, loaded or forked.
     """
 
     identity: Identity | None
+    divided: bool
 
     @property
     def config(self) -> LanguageModelConfig:
@@ -86,16 +88,16 @@ class LanguageModel(Protocol):
         :class:`Decoder`.
         """
 
-    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         """Begin a step of (B, S) ids whose logits nobody reads. Evaluating the arrays computes it.
 
         As :meth:`next_logits`, the step is left for ``cache.commit``, and ids are not looked at.
         """
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
 
-    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:

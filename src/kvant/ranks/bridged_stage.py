@@ -27,8 +27,7 @@ from kvant.bridge.folder import Progress, check_bridged, evaluate, main_dtype
 from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
-from kvant.bridge.pool import BridgedBatch, BridgedCache
-from kvant.cache import ModelCache
+from kvant.bridge.pool import BridgedBatch
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import CheckpointError, ModelError
 from kvant.ranks.group import Ranks
@@ -98,7 +97,7 @@ class BridgedStageModel(BridgedModel):
         for number, path in enumerate(found.paths):
             redirect(modules[path], partial(self._call_layer, number))
 
-    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         # The last rank sends nothing back.
         begun = self._begun(inputs, cache)
         with self._step(begun, returns=False):
@@ -118,9 +117,6 @@ class BridgedStageModel(BridgedModel):
     @property
     def arrays(self) -> list[mx.array]:
         return [array for name, array in parameters(self.module).items() if name in self.held]
-
-    def _checked(self, cache: Any) -> BridgedCache:
-        return self.check_cache(cache)
 
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
         """Compute the logits on rank 0; elsewhere the hidden states that are sent, (B, S, hidden)."""

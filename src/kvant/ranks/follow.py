@@ -28,6 +28,7 @@ class PlannedBatch(PoolBatch):
         """
         self.pool, self.turn, self.sequences, self.rows = pool, pool.turn, (), rows
         self.step: mx.array | None = None
+        self.embeddings: mx.array | None = None
         self._placed, self.unwritten = {}, Waiting(list)
         self._tables, self._held = tables, tuple(lengths)
 
@@ -49,27 +50,32 @@ class Follower:
 
     def __init__(self, part: LanguageModel) -> None:
         self._part = part
-        self._held: dict[int, ModelCache | Pool] = {}
+        self._caches: dict[int, ModelCache] = {}
+        self._pools: dict[int, Pool] = {}
 
     def obey(self, message: Plan) -> Any | None:
         """Do what rank 0 tells. Returns what it waits for; None: it does not."""
         for dropped in message["dropped"]:
-            del self._held[dropped]
+            self._caches.pop(dropped, None)
+            self._pools.pop(dropped, None)
         number = message["number"]
         if "make" in message:
-            make = self._part.make_pool if message["make"] == "pool" else self._part.make_cache
-            self._held[number] = make(**message["options"])
+            if message["make"] == "pool":
+                self._pools[number] = self._part.make_pool(**message["options"])
+            else:
+                self._caches[number] = self._part.make_cache(**message["options"])
             return []
-        call, held = message["call"], self._held[number]
+        call = message["call"]
         if call not in CALLS:
             raise AssertionError(f"rank 0 calls {call}")
-        cache: ModelCache | PoolBatch
-        if isinstance(held, Pool):
-            cache = _planned_batch(held, message)
+        batch: PoolBatch
+        if number in self._pools:
+            batch = _planned_batch(self._pools[number], message)
         else:
-            cache = held
+            cache = self._caches[number]
             _align(cache, message["lengths"])
-        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=cache))
+            batch = cache.batch
+        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=batch))
         if call == "feed":
             mx.clear_cache()  # a chunk's activations, as on rank 0
         return None
@@ -98,11 +104,12 @@ def _align(cache: ModelCache, lengths: Sequence[int]) -> None:
 
     What rank 0 has committed of the last step, or forgotten since, is seen in its length.
     """
-    (length,), step = lengths, cache.step
+    (length,) = lengths
+    step = cache.batch.step
     if step is not None and 0 < (new := length - cache.offset) <= step.shape[1]:
         cache.commit(None if new == step.shape[1] else new)
     elif step is not None:
-        cache.end_step()
+        cache.batch.end_step()
     if not length:
         cache.reset()
     elif length > cache.offset:

@@ -32,6 +32,7 @@ class Lead:
     """
 
     embedding_size: int | None = None  # the other ranks compute from ids
+    divided = True
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Lead:
         theirs.
         """
         self.part, self.ranks = part, ranks
+        part.divided = True  # from here on it makes caches of which other ranks hold a part
         self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
         self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
         self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
@@ -66,17 +68,15 @@ class Lead:
         """Compute the logits of every position and commit the step. ``cache`` is one of this model's."""
         if cache is None:
             raise RanksError("a model on several ranks computes through a cache; given none")
-        return self._step(
-            self.part.__call__, inputs, cache if isinstance(cache, PoolBatch) else self.check_cache(cache)
-        )
+        return self._step(self.part.__call__, inputs, cache)
 
-    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         return self._step(self.part.feed, inputs, cache)
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._step(self.part.next_logits, inputs, cache)
 
-    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._step(self.part.every_logits, inputs, cache)
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
@@ -85,16 +85,12 @@ class Lead:
     def make_cache(self, max_seq_len: int | None = None, **options: Any) -> ModelCache:
         """Reserve a cache on every rank."""
         cache = self.part.make_cache(max_seq_len, **options)
-        cache.pool.divided = True
         self._told_made(cache.pool, "cache", {"max_seq_len": max_seq_len, **options})
         return cache
 
     def make_pool(self, tokens: int, **options: Any) -> Pool:
         """Reserve a pool on every rank."""
         pool = self.part.make_pool(tokens, **options)
-        pool.divided = True
-        for part in pool.parts:
-            part.copied = []
         self._told_made(pool, "pool", {"tokens": tokens, **options})
         return pool
 
@@ -113,20 +109,21 @@ class Lead:
         finalize(made, self._dropped.append, number)
 
     def _step(
-        self, call: Callable[..., Computed], inputs: mx.array, cache: ModelCache | PoolBatch
+        self, call: Callable[..., Computed], inputs: mx.array, cache: Sequence[KVCache] | PoolBatch
     ) -> Computed:
-        if (number := self._numbers.get(cache.pool)) is None:
+        batch = cache if isinstance(cache, PoolBatch) else self.check_cache(cache).batch
+        if (number := self._numbers.get(batch.pool)) is None:
             raise RanksError(
                 "the cache is not of this model; on several ranks expected one of model.make_cache"
             )
-        cache.begin(inputs)  # refuses what does not fit, before the others are told
+        batch.begin(inputs)  # refuses what does not fit, before the others are told
         ids = inputs.tolist()
-        plan = {"lengths": cache.lengths} if cache.pool.alone else _pool_plan(cache)
+        plan = {"lengths": batch.lengths} if batch.pool.single else _pool_plan(batch)
         self.ranks.traffic = Traffic()
         with self._whole():
             self._tell({"call": call.__name__, "number": number, "ids": ids, **plan})
             try:
-                result = call(inputs, cache=cache)
+                result = call(inputs, cache=batch)
                 mx.eval(result)
             except (RuntimeError, ValueError) as error:
                 self._broken = True  # the others wait for what does not come

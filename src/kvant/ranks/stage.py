@@ -8,7 +8,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from kvant.cache import ModelCache
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
@@ -44,14 +43,14 @@ class StageDecoder(Decoder):
             self._checked(cache).commit()
         return result
 
-    def feed(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> list[mx.array]:
+    def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         # Nothing comes back to rank 0: it can go on while others compute.
         return [self._passed(inputs, None, cache, wanted=0)]
 
-    def next_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._computed(inputs, None, cache, wanted=1)[:, -1]
 
-    def every_logits(self, inputs: mx.array, cache: ModelCache | PoolBatch) -> mx.array:
+    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._computed(inputs, None, cache, wanted=inputs.shape[1])
 
     def _computed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:

@@ -201,7 +201,7 @@ def test_a_layer_takes_fewer_launches_than_mlx_lm_s(
 
         def step(tokens: mx.array, own: Any = own, cache: Any = cache) -> mx.array:
             hidden: mx.array = own.hidden_states(tokens, None, cache)
-            cache.commit(ids=[[5] * tokens.shape[1]])
+            cache.batch.commit(ids=[[5] * tokens.shape[1]])
             return own.logits(hidden)
 
         ways = {

@@ -78,7 +78,7 @@ class Kvant:
         else:
             drafts = ModelDrafts(model=self._draft_model, num_draft_tokens=self._spec.num_draft_tokens)
         scheduler = CacheScheduler(self._model, cache, prefill_step_size=self._prefill_step_size)
-        beside = None if drafts is None else drafts.beside(cache)
+        beside = None if drafts is None else drafts.beside(cache.pool)
         request = Request(prompt, max_tokens + ahead, drafts=beside, keep_logprobs=True)
         for new in islice(scheduler.answer([request]), max_tokens):
             self.drafts = None if drafts is None else scheduler.drafts

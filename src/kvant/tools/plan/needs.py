@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from kvant.cache.layer_format import DTYPES, State
-from kvant.cache.pool import rows_alone, sizes_alone
+from kvant.cache.pool import single_rows, single_sizes
 from kvant.errors import ModelError
 from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
@@ -83,7 +83,7 @@ def _decoder_needs(
         return pool_size(config, settings.cache, dtype=dtype, split_pairs=pairs, **sizes)
 
     def needed(tokens: int) -> MemoryPlan:
-        cache = reserved(**sizes_alone(tokens))
+        cache = reserved(**single_sizes(tokens))
         prefill = min(settings.prefill_step_size, tokens)
         if count is None:
             scratch = scratch_bytes(checkpoint, settings, on_cpu=on_cpu, new=prefill, tokens=tokens)
@@ -178,7 +178,7 @@ def scratch_bytes(
     for window in config.windows:
         own, mask = tokens, 0
         if window is not None and window < tokens:  # a ring beside the new tokens, which are put off
-            own = min(tokens, rows_alone(window, tokens) + new)
+            own = min(tokens, single_rows(window, tokens) + new)
             mask = MASK_BYTES * new * own
             waiting += new * _row_bytes(config, settings, itemsize)
         in_float32 = on_cpu or splits or mask > 0
@@ -250,7 +250,7 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         if not isinstance(leaf, Attention):
             return 0
         seen = leaf.window or leaf.chunk or tokens
-        return min(tokens, rows_alone(seen, tokens) + new) if seen < tokens else tokens
+        return min(tokens, single_rows(seen, tokens) + new) if seen < tokens else tokens
 
     def attend(leaf: Attention, new: int, tokens: int) -> int:
         """Bytes of scores and masks in a layer."""
@@ -286,7 +286,7 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         return pool_needs(entries, sizes | {"prefill_step_size": settings.prefill_step_size}, settings.cache)
 
     def needed(tokens: int) -> MemoryPlan:
-        one = pool_needs(entries, sizes_alone(tokens), settings.cache)
+        one = pool_needs(entries, single_sizes(tokens), settings.cache)
         caches = settings.caches * sum(one)
         prefill = chunk(min(settings.prefill_step_size, tokens), tokens)
         if sequences is None:

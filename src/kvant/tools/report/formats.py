@@ -8,7 +8,7 @@ from pathlib import Path
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import PMX
 from kvant.cache.options import CacheOptions
-from kvant.cache.pool import sizes_alone
+from kvant.cache.pool import single_sizes
 from kvant.models import Decoder, LanguageModel
 from kvant.operators.quantization import FITTED_BITS
 
@@ -56,7 +56,7 @@ class CacheFormat(CacheOptions):
         from kvant.bridge.pool import pool_needs
 
         assert isinstance(model, BridgedModel)
-        one, two = (pool_needs(model.entries, sizes_alone(MANY + more), self).keys_values for more in (0, 1))
+        one, two = (pool_needs(model.entries, single_sizes(MANY + more), self).keys_values for more in (0, 1))
         return two - one
 
 

@@ -218,13 +218,14 @@ def layer_errors(
 
     That is a cache of 0 bits, with the bias split if the others have it. All are emptied first.
     """
-    layers = [SideBySide(layer, others) for layer, *others in zip(exact, *caches, strict=True)]
+    batches = [cache.batch for cache in (exact, *caches)]
+    layers = [SideBySide(layer, others) for layer, *others in zip(*batches, strict=True)]
     for cache in (exact, *caches):
         cache.reset()
     for first in range(0, len(piece), STEP_SIZE):
         chunk = mx.array([piece[first : first + STEP_SIZE]])
         for cache in (exact, *caches):
-            cache.begin(chunk)
+            cache.batch.begin(chunk)
         mx.eval(model.states(chunk, first, layers))
         for cache in (exact, *caches):
             cache.commit()

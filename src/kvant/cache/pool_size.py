@@ -1,0 +1,66 @@
+"""How much memory a pool needs: pages, rows and bytes, before anything is allocated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvant.cache.layer_format import SLACK, LayerFormat, stored_bytes
+from kvant.cache.paged_layers import window_pages
+from kvant.cache.pages import PAGE_SIZE, pages_for
+
+
+def pool_bytes(
+    formats: Sequence[LayerFormat],
+    *,
+    tokens: int,
+    sequences: int,
+    max_seq_len: int,
+    prefill_step_size: int,
+    checkpoints: int = 0,
+    single: bool = False,
+) -> int:
+    """Return :attr:`Pool.nbytes` of a pool with these arguments, without making one."""
+    total = 0
+    for own in formats:
+        _, rows = pages_and_rows(own.window, tokens, sequences, prefill_step_size, checkpoints, single=single)
+        stored = [*own.arrays(rows).values(), *own.tables().values(), *own.front_arrays]
+        if own.window is not None and single:  # a checkpoint copies the rows that the window sees
+            stored += list(own.arrays(min(own.window, max_seq_len)).values()) * checkpoints
+        if own.split_pairs is not None:
+            stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
+        total += sum(map(stored_bytes, stored))
+    return total
+
+
+def pages_and_rows(
+    window: int | None, tokens: int, sequences: int, step_size: int, checkpoints: int, *, single: bool
+) -> tuple[int, int]:
+    """Return the pages and rows of a layer: what the sequences and checkpoints can use of the tokens'
+    pages.
+    """
+    num_pages = int(min(pages_for(tokens), sequences * window_pages(window, step_size)))
+    if single:  # rows for its tokens only, and no pages for checkpoints
+        return num_pages, min(num_pages * PAGE_SIZE, tokens)
+    num_pages += checkpoints * (1 if window is None else pages_for(window) + 1)
+    return num_pages, num_pages * PAGE_SIZE
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raise a ValueError that names the first size that is not a positive int."""
+    for name, number in sizes.items():
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} is {number!r}; expected a positive int")
+
+
+def single_sizes(max_seq_len: int) -> dict[str, Any]:
+    """Return the sizes of a pool for one conversation.
+
+    Its windows have room for steps of ``SLACK + 1`` new tokens. Longer steps are written when they are
+    committed.
+    """
+    sizes = {"tokens": max_seq_len, "sequences": 1, "max_seq_len": max_seq_len}
+    return {**sizes, "prefill_step_size": SLACK + 1, "single": True}
+
+
+def single_rows(window: int | None, max_seq_len: int) -> int:
+    """Return the rows of a layer in the pool of one conversation of this many tokens."""
+    return pages_and_rows(window, max_seq_len, 1, SLACK + 1, 0, single=True)[1]
