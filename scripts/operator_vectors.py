@@ -1,4 +1,4 @@
-"""Write src/kvant/operators/vectors.json and vectors.safetensors: the test vectors of PMX's operators.
+"""Write src/kvant/operators/pmx/vectors.json and vectors.safetensors: the test vectors of PMX's operators.
 
     python scripts/operator_vectors.py [folder]
 
@@ -28,7 +28,7 @@ from support.operator_cases import OUTPUT_TOLERANCE  # noqa: E402
 from support.oracle import Array, Sequences, Spec  # noqa: E402
 from support.pmx_cases import Call, Case, draw_case, draw_values, plain_case  # noqa: E402
 
-FOLDER = ROOT / "src" / "kvant" / "operators"
+FOLDER = ROOT / "src" / "kvant" / "operators" / "pmx"
 SEEDS = 3000
 MOST_ELEMENTS = 1400  # of a case's cache
 MARGIN = 1e-3  # of x / scale from a half

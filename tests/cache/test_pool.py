@@ -18,8 +18,8 @@ from kvant.models.caches import pool_size
 from kvant.operators import cpu_decode, cpu_paged_attention, paged_attention, stored_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cpu_paged_attention import LONG_TOKENS
-from kvant.operators.dynamic_batching import multi_head_cache_attention
 from kvant.operators.paged_rows import PagedRows
+from kvant.operators.pmx.dynamic_batching import multi_head_cache_attention
 from kvant.operators.quantization import quantize
 from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes

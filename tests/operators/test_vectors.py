@@ -16,8 +16,8 @@ from support import oracle
 from support.oracle import Array, Sequences
 from support.pmx_cases import CACHE
 
-from kvant.operators import vectors
-from kvant.operators.vectors import find_faults, kvant_operators, main, read_vectors
+from kvant.operators.pmx import vectors
+from kvant.operators.pmx.vectors import find_faults, kvant_operators, main, read_vectors
 
 FOLDER = Path(vectors.__file__).parent
 TESTS = Path(__file__).parents[1]

@@ -1,11 +1,19 @@
-"""Key/value caches: of a model, and of one layer each."""
+"""Key/value caches: of a model, and of one layer each.
 
-from kvant.cache.full import FullKVCache
+``FullKVCache`` and ``QuantizedKVCache`` are caches of one layer with PMX's contract, which the engine does
+without: they are imported when they are first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
 from kvant.cache.identity import Identity
 from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool_batch import AttentionCache
-from kvant.cache.quantized import QuantizedKVCache
+
+if TYPE_CHECKING:
+    from kvant.cache.full import FullKVCache
+    from kvant.cache.quantized import QuantizedKVCache
 
 __all__ = [
     "AttentionCache",
@@ -16,3 +24,15 @@ __all__ = [
     "ModelCache",
     "QuantizedKVCache",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FullKVCache":
+        from kvant.cache.full import FullKVCache
+
+        return FullKVCache
+    if name == "QuantizedKVCache":
+        from kvant.cache.quantized import QuantizedKVCache
+
+        return QuantizedKVCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

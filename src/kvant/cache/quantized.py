@@ -11,8 +11,8 @@ from kvant.cache.options import DEFAULT_KV_GROUP_SIZE
 from kvant.cache.pool import Pool, check_sizes, single_sizes
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.front import Front
+from kvant.operators.pmx.validation import check_tokens
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization
-from kvant.operators.validation import check_tokens
 
 
 class QuantizedKVCache(KVCache):

@@ -1,12 +1,30 @@
-"""The OpenPPL PMX operators on MLX arrays. They know no model, no file and no user.
+"""Operators on MLX arrays. They know no model, no file and no user.
 
 Legend of the package: B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim,
 G quant_group, D' the last dimension as stored (D, or D/2 bytes at 4 bits), MaxB and MaxS the allocated B and
 T.
+
+OpenPPL PMX's operators, with its signatures, are in :mod:`kvant.operators.pmx`. They are imported when they
+are first asked for.
 """
 
-from kvant.operators import dynamic_batching
-from kvant.operators.quantization import dequantize, quantize
-from kvant.operators.static_batching import key_value_cache, multi_head_cache_attention
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvant.operators.pmx import (
+        dequantize,
+        dynamic_batching,
+        key_value_cache,
+        multi_head_cache_attention,
+        quantize,
+    )
 
 __all__ = ["dequantize", "dynamic_batching", "key_value_cache", "multi_head_cache_attention", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvant.operators import pmx
+
+    return getattr(pmx, name)

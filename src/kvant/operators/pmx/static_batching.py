@@ -6,19 +6,19 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cache_call import STATIC_LAYOUTS, At, CacheCall, check_call
 from kvant.operators.dispatch import resolve
 from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.paged_kernel import attend_fused
-from kvant.operators.probe import KernelUse
-from kvant.operators.stored_tokens import float_tokens
-from kvant.operators.validation import (
+from kvant.operators.pmx.cache_call import STATIC_LAYOUTS, At, CacheCall, check_call
+from kvant.operators.pmx.validation import (
     check_attn_mask,
     check_bias_split,
     check_heads,
     check_numbers,
     check_repeat,
 )
+from kvant.operators.probe import KernelUse
+from kvant.operators.stored_tokens import float_tokens
 
 
 def key_value_cache(

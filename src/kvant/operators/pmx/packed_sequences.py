@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.validation import as_int, check_numbers
+from kvant.operators.pmx.validation import as_int, check_numbers
 
 Run = tuple[int, int]  # first row and last row + 1 of the cache
 

@@ -1,6 +1,6 @@
 """Test vectors of PMX's operators, and the command that runs an implementation against them.
 
-    python -m kvant.operators.vectors [--check module:function] [--only PATTERN] [--list]
+    python -m kvant.operators.pmx.vectors [--check module:function] [--only PATTERN] [--list]
 
 Without --check it runs kvant's operators. As a file, ``python vectors.py --check module:function``, it needs
 NumPy and safetensors only. scripts/operator_vectors.py writes vectors.json and vectors.safetensors;
@@ -143,9 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrongly.
     """
     parser = _Parser(
-        prog="kvant.operators.vectors", description="Run an implementation against the test vectors."
+        prog="kvant.operators.pmx.vectors", description="Run an implementation against the test vectors."
     )
-    own = "kvant.operators.vectors:kvant_operators"
+    own = "kvant.operators.pmx.vectors:kvant_operators"
     parser.add_argument(
         "--check", metavar="MODULE:FUNCTION", default=own, help="the implementation; default: kvant"
     )

@@ -12,9 +12,9 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.pmx.validation import ArrayRow, check_arrays, check_numbers
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, quantized_dtype
 from kvant.operators.stored_tokens import stored_tokens
-from kvant.operators.validation import ArrayRow, check_arrays, check_numbers
 
 # By cache_layout. The last axis is D, D/2 bytes or D/G.
 STATIC_LAYOUTS = (("MaxB", "L", "2", "MaxS", "H"), ("L", "MaxB", "2", "H", "MaxS"))

@@ -11,11 +11,17 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.cache_call import PACKED_LAYOUTS, CacheCall, check_call
 from kvant.operators.dispatch import resolve
-from kvant.operators.packed_sequences import PackedSequence, Run, check_sequences
+from kvant.operators.pmx.cache_call import PACKED_LAYOUTS, CacheCall, check_call
+from kvant.operators.pmx.packed_sequences import PackedSequence, Run, check_sequences
+from kvant.operators.pmx.validation import (
+    MAX_ELEMENTS,
+    check_attn_mask,
+    check_heads,
+    check_numbers,
+    check_repeat,
+)
 from kvant.operators.stored_tokens import float_tokens
-from kvant.operators.validation import MAX_ELEMENTS, check_attn_mask, check_heads, check_numbers, check_repeat
 
 Ints = mx.array | Sequence[int]
 
@@ -58,7 +64,7 @@ def key_value_cache(
         start_pos: (B,): tokens that each sequence has in the cache.
         max_seqlen, max_kvlen: the new tokens, and all tokens, of the sequence that has most.
         cache: layout 0 (MaxT, L, 2, K, D), 1 (L, MaxT, 2, K, D), 2 (L, 2, MaxT, K, D), 3 (L, 2, K, MaxT, D);
-            otherwise as in :func:`kvant.operators.static_batching.key_value_cache`.
+            otherwise as in :func:`kvant.operators.pmx.static_batching.key_value_cache`.
         scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat: as there.
         cache_mode: 0: a sequence's rows lie side by side. 1: its pages do not.
         cache_layout: 0 to 3.
@@ -132,7 +138,7 @@ def multi_head_cache_attention(
             seqstarts[b + 1] and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean
             mask keeps True. An empty array means no mask. A query with every key masked gives zeros.
         num_heads, head_dim, num_kv_heads: as in
-            :func:`kvant.operators.static_batching.multi_head_cache_attention`.
+            :func:`kvant.operators.pmx.static_batching.multi_head_cache_attention`.
         is_causal: query i of a sequence sees its token j only if j <= start_pos + i.
         is_alibi: add ALiBi biases. The call is then causal whatever ``is_causal`` and ``decoding_batches``
             are.
