@@ -42,9 +42,9 @@ from kvant.engine.load import POCKET, find_model
 from kvant.engine.request import Request
 from kvant.machine import environment
 from kvant.models import load_decoder
-from kvant.operators import multi_head_cache_attention
+from kvant.operators import paged_attention, pmx
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.paged_attention import append_and_attend_paged, attend_rows
+from kvant.operators.paged_attention import attend_rows
 from kvant.operators.paged_rows import PagedRows
 from kvant.operators.quantization import quantized_dtype
 from kvant.operators.rotary import Rotary
@@ -108,7 +108,7 @@ def _random_rows(tokens: int) -> Rows:
 def _attend(rows: Sequence[mx.array], start: int, cache: mx.array) -> mx.array:
     """The PMX operator without quantization, causal; layout 1: (L, B, 2, K, MaxS, D)."""
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    return multi_head_cache_attention(*rows, start, cache, is_causal=True, cache_layout=1, **heads)  # type: ignore[misc]
+    return pmx.multi_head_cache_attention(*rows, start, cache, is_causal=True, cache_layout=1, **heads)  # type: ignore[misc]
 
 
 def last_row_difference(tokens: int = 48) -> float:
@@ -225,7 +225,7 @@ def _appended(query: mx.array, new: mx.array, tokens: int, pairs: int | None) ->
     arrays, rows, *_ = _filled(tokens, 8, 32)
 
     def step() -> list[mx.array]:
-        output, _ = append_and_attend_paged(
+        output, _ = paged_attention.multi_head_cache_attention(
             query, new, new, arrays, rows, quant_bit=8, quant_group=32, bias_split=split
         )
         return [output, *arrays]

@@ -39,16 +39,16 @@ TOKENS, PROMPT, DECODED, TIMES = 1536, 768, 192, 5
 def rotated_values() -> Iterator[None]:
     """Rotate what every layer stores as values, and its output back."""
     view = pool_batch.PoolLayerView
-    attend = view.attend
+    attend = view.multi_head_cache_attention
 
     def changed(self: Any, query: mx.array, key: mx.array, value: mx.array, *further: Any) -> mx.array:
         return rotated(attend(self, query, key, rotated(value), *further))
 
-    view.attend = changed  # type: ignore[assignment, method-assign]
+    view.multi_head_cache_attention = changed  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        view.attend = attend  # type: ignore[method-assign]
+        view.multi_head_cache_attention = attend  # type: ignore[method-assign]
 
 
 def figures(

@@ -29,7 +29,7 @@ def split_of(K: int, D: int, tokens: int) -> BiasSplit:
 def filled(K: int, D: int, past: mx.array, offset: int, **options: Any) -> QuantizedKVCache:
     """A cache of one layer with the first ``offset`` rows of ``past``, poisoned behind them."""
     cache = QuantizedKVCache(ROOM, K, D, dtype=mx.float32, **options)
-    cache.attend(past, past, past + 1)
+    cache.multi_head_cache_attention(past, past, past + 1)
     cache.trim(past.shape[2] - offset)
     cache.layer.arrays[-1][:, :, offset:] = float("nan")
     mx.eval(cache.layer.arrays)
@@ -61,7 +61,9 @@ def test_attention_is_the_oracle_s(shape: tuple[int, int, int], offset: int, S: 
         expected = oracle.attend(np.array(query).swapaxes(1, 2), *rows, window=window, **options).swapaxes(
             1, 2
         )
-        output = filled(K, D, past, offset, kv_bits=0, window=window).attend(query, key, key * 2, mask=given)
+        output = filled(K, D, past, offset, kv_bits=0, window=window).multi_head_cache_attention(
+            query, key, key * 2, mask=given
+        )
         assert np.abs(np.array(output) - expected).max() < 1e-5 * (1 + np.abs(expected).max())
 
 
@@ -74,7 +76,7 @@ def test_the_fused_kernel_is_the_same_attention(checked_gpu: None, bits: int, S:
     options = {"kv_bits": bits, "bias_split": split_of(K, D, ROOM) if split else None}
     past, query, key = normal(1, 1, K, ROOM, D), normal(2, 1, H, S, D), normal(5, 1, K, S, D)
     caches = [filled(K, D, past, 9, kernels=kernels, **options) for kernels in ("unfused", "fused")]
-    expected, given = (cache.attend(query, key, key * 2, sinks=sinks) for cache in caches)
+    expected, given = (cache.multi_head_cache_attention(query, key, key * 2, sinks=sinks) for cache in caches)
     assert relative_error(given, expected) < 2e-5
     for mine, theirs in zip(caches[1].layer.arrays, caches[0].layer.arrays, strict=True):
         assert mx.array_equal(mine, theirs, equal_nan=True).item()
@@ -106,7 +108,7 @@ def test_the_fused_kernel_agrees_through_a_window(
         outputs = []
         for cache in caches:
             cache.batch.begin(mx.zeros((1, new), mx.int32))
-            outputs.append(cache.batch[0].attend(*heads, mask, sinks))
+            outputs.append(cache.batch[0].multi_head_cache_attention(*heads, mask, sinks))
             mx.eval(outputs[-1], cache.layer.arrays)
             cache.batch.commit(kept, ids=[[0] * kept])
         assert [name for name, _ in launches].count("attend") == (new <= 8 and not masked)
@@ -118,13 +120,13 @@ def peak_of_appends(room: int, bits: int, *, hold: bool = False) -> int:
     """Bytes above the resting state while 10 rows are appended."""
     cache = QuantizedKVCache(room, 2, 64, kv_bits=bits, dtype=mx.float32)
     query, rows = normal(1, 1, 4, 3, 64), normal(2, 1, 2, 3, 64)
-    mx.eval(cache.attend(query, rows, rows))
+    mx.eval(cache.multi_head_cache_attention(query, rows, rows))
     held = [cache.layer.arrays[0][:, :, :1]] if hold else []
     mx.eval(held)
 
     def append() -> None:
         for _ in range(10):
-            mx.eval(cache.attend(query, rows, rows))
+            mx.eval(cache.multi_head_cache_attention(query, rows, rows))
 
     return peak_bytes(append)
 
@@ -155,16 +157,18 @@ def test_decoding_copies_no_cache(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_written(window: int | None) -> None:
     cache = QuantizedKVCache(8, 2, 64, window=window)
     rows = normal(1, 1, 2, 6, 64)
-    cache.attend(rows, rows, rows)
+    cache.multi_head_cache_attention(rows, rows, rows)
     held = [mx.array(np.array(array)) for array in cache.layer.arrays]
     with pytest.raises(ContextError, match="3 more tokens do not fit: 6 of the 8 reserved tokens are used"):
-        cache.attend(rows[:, :, :3], rows[:, :, :3], rows[:, :, :3])
+        cache.multi_head_cache_attention(rows[:, :, :3], rows[:, :, :3], rows[:, :, :3])
     for shape, message in (((2, 2, 1, 64), "one sequence"), ((1, 1, 1, 64), "2 kv heads")):
         with pytest.raises(ValueError, match=message):
-            cache.attend(*[normal(1, *shape)] * 3)
+            cache.multi_head_cache_attention(*[normal(1, *shape)] * 3)
     for wrong in ((1, 6), (7,), (3, 1, 7), (1, 1, 1, 8)):
         with pytest.raises(ValueError, match="mask has"):
-            cache.attend(rows[:, :, :1], rows[:, :, :1], rows[:, :, :1], mask=mx.zeros(wrong))
+            cache.multi_head_cache_attention(
+                rows[:, :, :1], rows[:, :, :1], rows[:, :, :1], mask=mx.zeros(wrong)
+            )
     for number in (-1, True, 1.5, [1]):
         with pytest.raises(ValueError, match="expected an int, 0 or more"):
             cache.trim(number)  # type: ignore[arg-type]
@@ -210,7 +214,7 @@ def test_bytes_are_exact_before_and_after(
     cache = QuantizedKVCache(room, 2, 64, **options)
     for count in (70, room - 70):
         assert cache.nbytes == 4 * rows * row_bytes
-        mx.eval(cache.attend(*[normal(count, 1, 2, count, 64)] * 3))
+        mx.eval(cache.multi_head_cache_attention(*[normal(count, 1, 2, count, 64)] * 3))
     assert (cache.offset, cache.nbytes) == (room, 4 * rows * row_bytes)
     assert cache.layer.arrays[0].shape[2] == rows
 

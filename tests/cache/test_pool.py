@@ -68,7 +68,7 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(
     heads = [mx.random.normal((3, heads, 1, D)) for heads in (H, K, K)]
     batch = pool.batch(sequences)
     batch.begin(mx.array([[1]] * 3))
-    given = batch[1].attend(*heads)
+    given = batch[1].multi_head_cache_attention(*heads)
     pages = [[page * pool.page_size for page in sequence.tables[0].pages] for sequence in sequences]
     layout = {"kvstarts": [0, 131, 137, 394], "cachestarts": pages, "cache_mode": 1, "cache_layout": 3}
     sizes = {"num_heads": H, "head_dim": D, "num_kv_heads": K, "max_seqlen": 1, "max_kvlen": 257}
@@ -188,7 +188,7 @@ def test_what_a_batch_is_not_made_of(pocket: Pocket) -> None:
     with pytest.raises(ValueError, match="inputs has 1 sequences; expected 3"):
         model.next_logits(mx.array([[1]]), batch)
     with pytest.raises(RuntimeError, match="no step was begun"):
-        batch[0].attend(*[mx.zeros((3, 2, 1, 64))] * 3)
+        batch[0].multi_head_cache_attention(*[mx.zeros((3, 2, 1, 64))] * 3)
 
 
 def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:

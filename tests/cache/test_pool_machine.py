@@ -216,7 +216,7 @@ class _Machine(RuleBasedStateMachine):
                 view.front.keys(mx.array(heads[0])),
                 mx.array(heads[1]),
             )
-            given = view.attend(*changed, None if mask is None else mx.array(mask), sinks)
+            given = view.multi_head_cache_attention(*changed, None if mask is None else mx.array(mask), sinks)
             mx.eval(given)
             assert not np.array(given[B:]).any()
             for b in range(B):

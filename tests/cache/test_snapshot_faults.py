@@ -126,7 +126,7 @@ def test_a_full_disk(
     assert cache.offset == 299
     x = mx.ones((1, 2, 1, 64))
     cache.batch.begin(mx.zeros((1, 1), mx.int32))
-    mx.eval([layer.attend(x, x, x) for layer in cache])
+    mx.eval([layer.multi_head_cache_attention(x, x, x) for layer in cache])
     cache.commit()
 
 

@@ -58,7 +58,9 @@ def _feed(cache: ModelCache, count: int) -> None:
     for layer in cache:
         widths = layer.layer.format.head_dim, layer.layer.format.head_dim, layer.layer.format.value_head_dim
         mx.eval(
-            layer.attend(*[mx.random.normal((1, 1, count, width), key=mx.random.key(0)) for width in widths])
+            layer.multi_head_cache_attention(
+                *[mx.random.normal((1, 1, count, width), key=mx.random.key(0)) for width in widths]
+            )
         )
     cache.batch.commit(ids=[list(range(count))])
 

@@ -20,7 +20,7 @@ from kvant.bridge import hook
 from kvant.operators import attention as attention_module
 from kvant.operators.attention import attend_as_mlx, attend_tokens
 from kvant.operators.masks import window_mask
-from kvant.operators.paged_attention import append_and_attend_paged
+from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_rows import PagedRows
 from kvant.operators.score_blocks import Device, Mask, makes_scores
 
@@ -179,7 +179,7 @@ def test_a_chunk_of_a_decoder_is_read_once(bits: int, D: int, calls: list[Call])
 
     def chunk(query: mx.array, key: mx.array, value: mx.array, *stored: mx.array) -> list[mx.array]:
         held = list(stored)
-        output, _ = append_and_attend_paged(query, key, value, held, rows, quant_bit=bits, quant_group=32)
+        output, _ = multi_head_cache_attention(query, key, value, held, rows, quant_bit=bits, quant_group=32)
         return [output, *held]
 
     # attention that MLX makes scores for is float32: it would round them to bfloat16

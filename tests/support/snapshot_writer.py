@@ -35,7 +35,7 @@ def caches() -> list[ModelCache]:
         cache.batch.begin(mx.zeros((1, size), mx.int32))
         x = mx.full((1, 2, size, 64), float(size))
         for layer in cache:
-            mx.eval(layer.attend(x, x, x))
+            mx.eval(layer.multi_head_cache_attention(x, x, x))
         cache.batch.commit(ids=[[size] * size])
         made.append(cache)
     return made

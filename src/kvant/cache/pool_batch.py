@@ -13,7 +13,7 @@ from kvant.cache.pool_sequence import PoolSequence
 from kvant.operators.cpu_paged_attention import computes_at_once
 from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
-from kvant.operators.paged_attention import append_and_attend_paged
+from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows, put_rows
 
@@ -33,7 +33,7 @@ class AttentionCache(Protocol):
     def front(self) -> Front:
         """What queries and keys go through before they are given, and the biases that they come without."""
 
-    def attend(
+    def multi_head_cache_attention(
         self,
         query: mx.array,
         key: mx.array,
@@ -55,9 +55,9 @@ class PoolBatch:
     """The cache of a model's step, of sequences of different lengths. ``pool.batch`` makes it.
 
     A step has three parts: :meth:`begin`, the computation, in which every layer attends through
-    ``batch[i].attend``, and :meth:`commit`. Only a committed step counts. A step that fails, is interrupted
-    or is abandoned is never committed, and the next one overwrites what it wrote. It serves any number of
-    steps.
+    ``batch[i].multi_head_cache_attention``, and :meth:`commit`. Only a committed step counts. A step that
+    fails, is interrupted or is abandoned is never committed, and the next one overwrites what it wrote. It
+    serves any number of steps.
 
     A step is to be evaluated before another one of the same pool begins, or that one has to need its result:
     MLX would copy the layers' arrays to read what the other is about to change.
@@ -231,7 +231,7 @@ class PoolLayerView:
     def front(self) -> Front:
         return self.layer.front
 
-    def attend(
+    def multi_head_cache_attention(
         self,
         query: mx.array,
         key: mx.array,
@@ -244,7 +244,7 @@ class PoolLayerView:
             raise ValueError(
                 "keys are stored without a constant, which would change the share of learned sinks"
             )
-        output, waiting = append_and_attend_paged(
+        output, waiting = multi_head_cache_attention(
             query,
             key,
             value,

@@ -94,7 +94,7 @@ class QuantizedKVCache(KVCache):
         cache = made(max_seq_len)
         super().__init__(cache, cache.pool.parts[0], cache.pool.layers[0])
 
-    def attend(
+    def multi_head_cache_attention(
         self,
         query: mx.array,
         key: mx.array,
@@ -117,7 +117,7 @@ class QuantizedKVCache(KVCache):
                 f"given {B}, {K} and {D}"
             )
         self.batch.begin(mx.zeros((1, S), mx.int32))
-        output = super().attend(query, key, value, mask, sinks)
+        output = super().multi_head_cache_attention(query, key, value, mask, sinks)
         self.batch.commit(ids=[[0] * S])
         return output
 

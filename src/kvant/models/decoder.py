@@ -76,7 +76,7 @@ class Attention:
         query_key = front.query_key(query_key, H)
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
         if cache is not None:
-            output = cache.attend(query, key, value)
+            output = cache.multi_head_cache_attention(query, key, value)
         else:
             mask = None if self.window is None or self.window >= S else window_mask(S, S, self.window)
             output = attend_tokens(query, key, value, mask=mask)

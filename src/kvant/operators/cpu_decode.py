@@ -119,7 +119,7 @@ def attend_long(
     Args:
         query: the last query belongs to the last row.
         arrays, quant_bit, value_bit, bias_split, sinks: as in
-            :func:`kvant.operators.paged_attention.append_and_attend_paged`.
+            :func:`kvant.operators.paged_attention.multi_head_cache_attention`.
         runs: the rows of the tokens, in the order of positions.
         first: the position of the first row.
         window: how many tokens a query sees, its own included; None: all.

@@ -18,7 +18,7 @@ from kvant.operators.paged_rows import PagedRows, float_bytes, read_rows, shares
 from kvant.operators.stored_tokens import fitted_tokens
 
 
-def append_and_attend_paged(
+def multi_head_cache_attention(
     query: mx.array,
     key: mx.array,
     value: mx.array,
@@ -78,7 +78,7 @@ def attend_rows(
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """:func:`append_and_attend_paged` of tokens that are written already, or ``waiting`` as they are
+    """:func:`multi_head_cache_attention` of tokens that are written already, or ``waiting`` as they are
     stored.
     """
     options: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}

@@ -149,7 +149,7 @@ def test_the_kernel_is_given_the_cache_itself(launches: list[Any]) -> None:
     for _ in range(3):
         launches.clear()
         query, key = mx.random.normal((1, 4, 1, 64)), mx.random.normal((1, 2, 1, 64))
-        mx.eval(cache.attend(query, key, key))
+        mx.eval(cache.multi_head_cache_attention(query, key, key))
         inputs = dict(zip(launch.INPUTS["attend"], launches[1][1], strict=True))
         assert inputs["cache"] is cache.layer.arrays[0]
         assert inputs["scale"] is cache.layer.arrays[1]

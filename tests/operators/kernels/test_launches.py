@@ -21,7 +21,7 @@ from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.models import load_decoder
 from kvant.operators import exponential, front
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.paged_attention import append_and_attend_paged
+from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows
 from kvant.tools.bench.shapes import Shape, write_random
@@ -90,7 +90,7 @@ def _arrays() -> list[mx.array]:
 def _step(rows: PagedRows) -> Callable[..., list[mx.array]]:
     def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
         held = list(arrays)
-        output, _ = append_and_attend_paged(query, key, value, held, rows, **QUANTIZED)
+        output, _ = multi_head_cache_attention(query, key, value, held, rows, **QUANTIZED)
         return [output, *held]
 
     return step

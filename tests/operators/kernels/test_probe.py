@@ -219,7 +219,7 @@ def test_one_that_does_not_run_is_told_of_once(launched: Launches, monkeypatch: 
         warnings.simplefilter("error")
         assert _backend(heads=14) == "metal"  # it never has two
     query, key = mx.ones((1, 6, 1, 64)), mx.ones((1, 2, 1, 64))
-    assert mx.allclose(caches[0].attend(query, key, key), query, atol=1e-2).item()
+    assert mx.allclose(caches[0].multi_head_cache_attention(query, key, key), query, atol=1e-2).item()
     for word in ("fused", None):
         with pytest.raises(RuntimeError, match=SAID.replace("fails", "is asked for, but fails")):
             QuantizedKVCache(4, 2, 64, kernels=word)

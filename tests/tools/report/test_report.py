@@ -179,8 +179,10 @@ class Broken(CacheFormat):
     def make_cache(self, model: Decoder, max_seq_len: int) -> ModelCache:
         def broken(number: int, layer: Any) -> None:
             if number in self.layers:
-                layer.attend = lambda query, key, value, *others, attend=layer.attend: attend(
-                    query, *self.change(key, value), *others
+                layer.multi_head_cache_attention = (
+                    lambda query, key, value, *others, attend=layer.multi_head_cache_attention: attend(
+                        query, *self.change(key, value), *others
+                    )
                 )
 
         return with_layers(super().make_cache(model, max_seq_len), broken)
@@ -246,10 +248,13 @@ def test_a_layers_error_is_that_of_its_attention() -> None:
     key, value = (mx.random.normal((1, 2, 30, 64), key=k) for k in keys[1:])
     both = SideBySide(QuantizedKVCache(30, 2, 64, kv_bits=0, dtype=mx.float32), [QuantizedKVCache(30, 2, 64)])
     for part in (slice(0, 20), slice(20, 30)):
-        both.attend(query[:, :, part], key[:, :, part], value[:, :, part])
+        both.multi_head_cache_attention(query[:, :, part], key[:, :, part], value[:, :, part])
     exact, given = (
         np.array(
-            QuantizedKVCache(30, 2, 64, kv_bits=bits, dtype=mx.float32).attend(query, key, value), np.float64
+            QuantizedKVCache(30, 2, 64, kv_bits=bits, dtype=mx.float32).multi_head_cache_attention(
+                query, key, value
+            ),
+            np.float64,
         )
         for bits in (0, 8)
     )

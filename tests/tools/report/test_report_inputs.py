@@ -81,7 +81,7 @@ class TestQuestions:
             assert all(found)
 
         def forgets(number: int, layer: Any) -> None:
-            layer.attend = lambda query, key, value, mask=None: 0.0 * query
+            layer.multi_head_cache_attention = lambda query, key, value, mask=None: 0.0 * query
 
         cache = with_layers(cache, forgets)
         assert not any(right for dialogue in short for right in answer(model, cache, dialogue))

@@ -195,7 +195,7 @@ def test_a_format_that_forgets_is_found_out(pocket: Pocket) -> None:
             return with_layers(cache, forgets)
 
     def forgets(number: int, layer: Any) -> None:
-        layer.attend = lambda query, key, value, mask=None: 0.0 * query
+        layer.multi_head_cache_attention = lambda query, key, value, mask=None: 0.0 * query
 
     model, tokenizer = pocket
     samples = [s for s in make_samples(tokenizer, haystack(None), [512], 3, 0) if s.kind == "facts"]

@@ -80,10 +80,10 @@ def test_keys_alone_get_more_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """
     model = load_decoder(write_reference(tmp_path, mistral_config(num_hidden_layers=3))[0])
     few = mx.array([float(n % 16 == 5) for n in range(64)])
-    attend = PoolLayerView.attend
+    attend = PoolLayerView.multi_head_cache_attention
     monkeypatch.setattr(
         PoolLayerView,
-        "attend",
+        "multi_head_cache_attention",
         lambda self, query, key, value, *rest: attend(self, query, key, 8 * few * value, *rest),
     )
     places = mx.random.bernoulli(1 / 8, (400,), key=mx.random.key(1))

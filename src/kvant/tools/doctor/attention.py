@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.cache.pages import pages_for
 from kvant.operators.kernels.launch import Backend
-from kvant.operators.paged_attention import append_and_attend_paged
+from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows
 from kvant.operators.quantization import quantized_dtype
@@ -28,7 +28,7 @@ def kvant_step(heads: Heads, tokens: int, dtype: mx.Dtype, *, bits: int, backend
     rows = PagedRows([(tokens - 1, tokens)], [[(0, tokens)]], [0], None, pages)
     form: dict[str, Any] = {"quant_bit": bits, "quant_group": GROUP, "backend": backend}
     mx.eval(arrays, key)
-    return lambda query: append_and_attend_paged(query, key, key, arrays, rows, **form)[0]
+    return lambda query: multi_head_cache_attention(query, key, key, arrays, rows, **form)[0]
 
 
 def mlx_step(heads: Heads, tokens: int, dtype: mx.Dtype) -> Step:

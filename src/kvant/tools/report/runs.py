@@ -179,7 +179,7 @@ class SideBySide:
         # sums, of the exact outputs and of the others' differences from them
         self.squares = [0.0] * (1 + len(others))
 
-    def attend(
+    def multi_head_cache_attention(
         self,
         query: mx.array,
         key: mx.array,
@@ -189,7 +189,9 @@ class SideBySide:
     ) -> mx.array:
         """Attend through all caches; return the exact one's output."""
         exact, *others = (
-            each.attend(each.front.queries(query), each.front.keys(key), value, mask, sinks)
+            each.multi_head_cache_attention(
+                each.front.queries(query), each.front.keys(key), value, mask, sinks
+            )
             for each in self._all
         )
         wide = exact.astype(mx.float32)
