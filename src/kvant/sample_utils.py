@@ -55,10 +55,9 @@ def make_sampler(
         xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
         seed: of random numbers that are this sampler's own. In kvant's loops the draw at a position depends
             on seed and position alone. In mlx-lm's, which tell no position, it depends on the seed and on how
-            often the sampler was
-            called: one sampler a run. None: each run goes by MLX's random state, so that ``mx.random.seed``
-                makes it
-            repeatable, as in mlx-lm. That state is a thread's own and begins alike in all of them.
+            often the sampler was called: one sampler a run. None: each run goes by MLX's random state, so
+            that ``mx.random.seed`` makes it repeatable, as in mlx-lm. That state is a thread's own and begins
+            alike in all of them.
 
     Raises:
         ArgumentError: a value outside its range.
