@@ -83,10 +83,9 @@ class PagedLayers:
     Without a window a sequence is given all its pages when it is opened, as far as pages are free. The others
     are
     promised: until it writes there, beginnings that nobody reads now stay in them. With a window its pages
-        move along:
-    a page whose rows all left the window, and the 16 tokens before it that it may go back, is given back, and
-    one is taken for new rows. How many it may have at once is promised when it is opened. The promises to all
-    sequences are never more than there are pages. So a page is always found.
+    move along: a page whose rows all left the window, and the 16 tokens before it that it may go back, is
+    given back, and one is taken for new rows. How many it may have at once is promised when it is opened. The
+    promises to all sequences are never more than there are pages. So a page is always found.
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.

@@ -121,8 +121,7 @@ class BatchEngine:
         has.
 
         ``drain``: they may go on to their ends; else they are cancelled. ``timeout``: seconds to wait at
-            most; None:
-        for ever. It may be closed again, without draining.
+        most; None: for ever. It may be closed again, without draining.
         """
         with self._changed:
             self._closing = True

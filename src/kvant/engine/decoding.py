@@ -154,8 +154,7 @@ class BatchDecoder:
         """A step was evaluated just now; ``is_counted``: an answer might have drafted in it.
 
         ``following``: the step that was begun meanwhile. Several ranks compute a step where it is begun, and
-            a CPU for
-        the most part where it is queued.
+        a CPU for the most part where it is queued.
         """
         if not is_counted:
             self.paused()

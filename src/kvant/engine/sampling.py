@@ -253,9 +253,8 @@ def read_model_sampling(
     """A model's own options by their names in SamplingOptions; empty where its folder says nothing.
 
     ``do_sample: false`` is a temperature of 0, and so is one too small to divide by. ``do_sample: true``
-        without a
-    temperature is 1, as in transformers. A file without either, and without a temperature, asks for no
-    sampling.
+    without a temperature is 1, as in transformers. A file without either, and without a temperature, asks
+    for no sampling.
 
     Of the names ``given`` the user has a value: the file's is not looked at. A top-k of ``vocab_size``
     tokens, where that is known, leaves nothing out, and becomes 0.

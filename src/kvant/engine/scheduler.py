@@ -50,9 +50,8 @@ class Scheduler:
     answer gets as many tokens as were drafted rightly, and one more.
 
     Deterministic: the tokens of a request, and its logits on a CPU, do not depend on the other requests.
-        Every step has
-    ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed are
-    shared.
+    Every step has ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks
+    computed are shared.
     """
 
     def __init__(
