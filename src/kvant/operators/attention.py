@@ -1,6 +1,7 @@
 """Scaled dot-product attention over floating-point keys and values: the unfused path of every cache."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -104,29 +105,34 @@ def attend_tokens(
     return output if is_part else output.astype(dtype)
 
 
-def attend_window(
+def attend_each(
     query: mx.array,
-    key: mx.array,
-    value: mx.array,
-    *,
-    first: int,
+    sequences: Sequence[tuple[mx.array, mx.array, int]],
     window: int | None,
+    *,
     mask: mx.array | None,
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
-) -> mx.array:
-    """:func:`attend_tokens`, causal, to tokens from the position ``first`` on, of which a query sees the last
-    ones.
+) -> list[mx.array]:
+    """Attend each row of queries (B, H, S, D) causally to its own sequence: B arrays (1, H, S, Dv).
 
-    ``mask`` has a column for every position from 0 on.
+    Args:
+        sequences: keys, values and the position of the first token.
+        window: how many tokens a query sees, its own included; None: all.
+        mask: it has a column for every position from 0 on.
+        bias_split, sinks: as in :func:`attend_tokens`.
     """
-    S, T = query.shape[2], key.shape[2]
-    split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., first:])
-    seen = None if mask is None else mask[..., first:]
-    if window is not None and window < T:
-        own = window_mask(S, T, window)
-        seen = own if seen is None else both_masks(own, seen)
-    return attend_tokens(query, key, value, mask=seen, bias_split=split, sinks=sinks)
+    S = query.shape[2]
+    outputs = []
+    for b, (key, value, first) in enumerate(sequences):
+        T = key.shape[2]
+        split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., first:])
+        seen = None if mask is None else mask[..., first:]
+        if window is not None and window < T:
+            own = window_mask(S, T, window)
+            seen = own if seen is None else both_masks(own, seen)
+        outputs.append(attend_tokens(query[b : b + 1], key, value, mask=seen, bias_split=split, sinks=sinks))
+    return outputs
 
 
 def attend_as_mlx(

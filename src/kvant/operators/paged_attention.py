@@ -4,17 +4,23 @@ B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.attention import attend_window
+from kvant.operators.attention import attend_each
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cpu_paged_attention import attend_rows_on_cpu
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.paged_kernel import attend_pages
-from kvant.operators.paged_rows import PagedRows, float_bytes, read_rows, shares, tokens_at_once, write_rows
+from kvant.operators.paged_rows import (
+    PagedRows,
+    float_bytes,
+    read_sequences,
+    shares,
+    tokens_at_once,
+    write_rows,
+)
 from kvant.operators.stored_tokens import fitted_tokens
 
 
@@ -106,20 +112,18 @@ def _attend_unfused(
 ) -> mx.array:
     """:func:`attend_rows` on a GPU, of the sequences that have rows."""
     S, D = query.shape[2:]
-    dtype = mx.float32 if bias_split is not None else query.dtype  # as attention takes them
-    form: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit, "key_dim": D}
-    size = tokens_at_once(float_bytes(arrays[0], D, quant_bit, value_bit), S, quant_bit)
+    bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
+    form: dict[str, Any] = bits | {
+        "key_dim": D,
+        "dtype": mx.float32 if bias_split is not None else query.dtype,  # as attention takes them
+    }
+    size = tokens_at_once(float_bytes(arrays[0], D, **bits), S, quant_bit)
     outputs: list[mx.array] = []
     for share in shares(rows.counts, size):
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        joined = [run for own in rows.runs[share] for run in own]
-        keys, values = read_rows(readable, joined, waiting, **form, dtype=dtype)
-        ends = list(accumulate(rows.counts[share]))[:-1]
-        sides = mx.split(keys, ends, axis=2), mx.split(values, ends, axis=2)
-        for b, key, value in zip(range(len(rows.runs))[share], *sides, strict=True):
-            seen: dict[str, Any] = {"first": rows.first[b], "window": rows.window, "mask": mask}
-            outputs.append(
-                attend_window(query[b : b + 1], key, value, **seen, bias_split=bias_split, sinks=sinks)
-            )
+        tokens = read_sequences(readable, rows.only(share), waiting, **form)
+        outputs += attend_each(
+            query[share], tokens, rows.window, mask=mask, bias_split=bias_split, sinks=sinks
+        )
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
