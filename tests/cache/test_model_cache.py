@@ -137,3 +137,25 @@ def test_a_list_of_layers_is_their_cache(pocket: Pocket) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ModelCache.of(bad)
+
+
+@pytest.mark.parametrize("how", ["refused", "given up"])
+def test_embeddings_are_those_of_one_step(pocket: Pocket, how: str) -> None:
+    """A step that did not come leaves none to the next."""
+    model = pocket[0]
+    cache, fresh = (model.make_cache(8) for _ in range(2))
+    cache.batch.give_embeddings(mx.zeros((1, 9, model.config.hidden_size)))
+    if how == "refused":
+        with pytest.raises(ContextError):
+            model.next_logits(mx.array([[5] * 9]), cache.batch)
+    else:
+        cache.trim(0)
+    given, expected = (model(mx.array([[5, 6]]), cache=each) for each in (cache, fresh))
+    assert mx.array_equal(given, expected)
+
+
+def test_a_conversation_takes_no_sequence_of_another(pocket: Pocket) -> None:
+    cache, other = (pocket[0].make_cache(8) for _ in range(2))
+    assert cache.pool.batch([cache.sequence]) is cache.batch
+    with pytest.raises(ValueError, match="another pool"):
+        cache.pool.batch([other.sequence])

@@ -132,7 +132,7 @@ class ModelCache(Sequence[Any]):
 
     @property
     def turn(self) -> Turn:
-        """The lock of whoever computes through it."""
+        """The lock that a thread holds while it computes through the cache."""
         return self.pool.turn
 
     @property

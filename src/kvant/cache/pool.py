@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import takewhile
 from typing import Any, ClassVar
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import mlx.core as mx
 
@@ -38,8 +38,7 @@ class Pool:
 
     All memory is allocated, and touched, at once; it never grows. A layer's arrays are those of PMX's dynamic
     batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1 with pages of 128 rows,
-        cache_layout 3,
-    one layer. T is as many rows as all pages have.
+    cache_layout 3, one layer. T is as many rows as all pages have.
 
     A ``single`` pool is the memory of one conversation. It has one sequence, which stays open: opening it
     again goes back to what it has in common with the new prompt.
@@ -136,10 +135,10 @@ class Pool:
         self.rotary = rotary
         self.attends_apart = attends_apart
         self.divided = divided
-        # Of a single pool, the sequence that is open, and its steps. Whoever opened them holds them:
-        # references in a circle would keep the memory until the garbage collector comes.
-        self._conversation: ReferenceType[PoolSequence] | None = None
-        self._step: ReferenceType[PoolBatch] | None = None
+        # Weak references of a single pool to its open sequence and its step. Strong ones would form a cycle,
+        # and only the garbage collector would free the memory.
+        self._conversation: Callable[[], PoolSequence | None] = lambda: None
+        self._step: Callable[[], PoolBatch | None] = lambda: None
         self._is_torn = False  # an interruption may have come while pages were handed out
 
     def release(self) -> None:
@@ -212,7 +211,7 @@ class Pool:
         The sequence of a single pool stays open: opened again, it goes back to what it has in common with the
         prompt less its last token, or as far before that as its windows and states allow.
         """
-        if (conversation := self.conversation) is not None:
+        if (conversation := self._conversation()) is not None:
             return self._resume(conversation, prompt)
         with self.turn:
             self.check_opening(max_tokens)
@@ -336,9 +335,9 @@ class Pool:
         ``rows``: sequences that the steps' inputs have, those past the given ones as padding; None: no
             padding.
         """
-        held = None if self._step is None else self._step()
-        if held is not None:
-            return held
+        step = self._step()
+        if step is not None and tuple(sequences) == step.sequences:
+            return step
         step = self._new_batch(sequences, rows)
         if self.single:
             self._step = ref(step)
@@ -349,21 +348,16 @@ class Pool:
 
     def drop_step(self) -> None:
         """Drop a step of a single pool that was begun and not committed."""
-        step = None if self._step is None else self._step()
+        step = self._step()
         if step is not None:
             step.end_step()
-
-    @property
-    def conversation(self) -> PoolSequence | None:
-        """The sequence of a single pool, if it is open."""
-        return None if self._conversation is None else self._conversation()
 
     @contextmanager
     def handing_out(self) -> Iterator[None]:
         """Hand out pages within. After an interruption in the middle, a single pool finds the free ones
         again.
         """
-        conversation = self.conversation
+        conversation = self._conversation()
         if self._is_torn and conversation is not None:
             for part, table in zip(self.parts, conversation.tables, strict=True):
                 part.pages.hold_only(table.pages)
@@ -375,7 +369,7 @@ class Pool:
         """Return how many tokens the sequence of a single pool holds, if a text begins with all of them;
         else 0.
         """
-        conversation = self.conversation
+        conversation = self._conversation()
         held = [] if conversation is None else conversation.ids
         return len(held) if list(ids[: len(held)]) == held else 0
 

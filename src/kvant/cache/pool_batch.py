@@ -77,9 +77,8 @@ class PoolBatch:
         if type(self.rows) is not int or self.rows < count:
             raise ValueError(f"rows is {rows!r}; expected an int, at least {count} for so many sequences")
         self.step: mx.array | None = None  # token ids (rows, S) of a step that was begun and is not committed
-        self.embeddings: mx.array | None = (
-            None  # (rows, S, hidden) of the step's tokens; None: those of its ids
-        )
+        # (rows, S, hidden) of the step's tokens; None: those of its ids
+        self.embeddings: mx.array | None = None
         self._next_embeddings: mx.array | None = None
         self._placed: dict[PagedLayers, PagedRows] = {}
         self._start = 0  # the position of the first of the tokens that wait
@@ -124,6 +123,8 @@ class PoolBatch:
 
         Returns the position of each row's first new token, 0 for padding.
         """
+        embeddings = self._next_embeddings
+        self._next_embeddings = None  # a step that is refused takes them along
         rows, S = inputs.shape
         if rows != self.rows:
             raise ValueError(f"inputs has {rows} sequences; expected {self.rows}")
@@ -143,8 +144,7 @@ class PoolBatch:
                 placed[part] = place_rows(part, tables, lengths, S, waits=waits)
             self._placed, self._start = placed, lengths[0]
             self.step = inputs
-            self.embeddings = self._next_embeddings
-            self._next_embeddings = None
+            self.embeddings = embeddings
             for sequence in self.sequences:
                 sequence.step = self.step
             return every
@@ -189,6 +189,7 @@ class PoolBatch:
         self.settle()
         self.step = None
         self.embeddings = None
+        self._next_embeddings = None
         self._placed = {}
 
     def settle(self) -> None:
