@@ -28,10 +28,9 @@ def cpu_cores() -> int:
 
 
 def run_in_threads(work: Callable[[], None], count: int) -> None:
-    """Run ``work``, which takes its tasks from what all share, in this thread and ``count`` - 1 others; wait
-    for all.
+    """Run ``work`` in this thread and in ``count`` - 1 others, and wait for all, even after an interruption.
 
-    So whatever the function refers to stays until all have ended, also after an interruption.
+    The calls share an iterator of tasks. What ``work`` refers to stays alive until the last call has ended.
     """
     others = [_threads().submit(work) for _ in range(count - 1)]
     try:

@@ -55,8 +55,7 @@ def key_value_cache(
 
     Returns:
         key, value: (B, start_pos + S, K * num_repeat, D) in the inputs' dtype. The new tokens too are read
-            from the
-        cache.
+            from the cache.
 
     Raises:
         ValueError: an input that does not fit. Cache and scale are then unchanged.

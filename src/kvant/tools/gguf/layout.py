@@ -1,8 +1,7 @@
 """What a GGUF file's metadata and tensor names mean: a config.json, and the parameter of each tensor.
 
 Names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py (Keys, TENSOR_NAMES). A key
-    that
-would change the computation and that nothing here reads is refused.
+that would change the computation and that nothing here reads is refused.
 """
 
 from collections.abc import Mapping
