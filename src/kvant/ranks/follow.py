@@ -56,8 +56,10 @@ class Follower:
     def obey(self, message: Plan) -> Any | None:
         """Do what rank 0 tells. Returns what it waits for; None: it does not."""
         for dropped in message["dropped"]:
-            self._caches.pop(dropped, None)
-            self._pools.pop(dropped, None)
+            if dropped in self._pools:
+                del self._pools[dropped]
+            else:
+                del self._caches[dropped]
         number = message["number"]
         if "make" in message:
             if message["make"] == "pool":
