@@ -64,7 +64,7 @@ def test_a_conversation_goes_back(name: str) -> None:
 def test_the_logits_are_those_without_a_break(name: str, whole_pages: bool) -> None:
     """Bit for bit, after the same chunks."""
     model, rng = bridged(name), random.Random(1)
-    pool = model.make_pool(**SIZES, kv_bits=8)
+    pool = model.make_pool(**SIZES)
     text, place = turn(rng, 300), 128 if whole_pages else 150
     whole, behind = pool.sequence(400), ((place, place + 50), (place + 50, place + 60))
 
@@ -91,11 +91,11 @@ def test_the_logits_are_those_without_a_break(name: str, whole_pages: bool) -> N
 @pytest.mark.parametrize("name", ["qwen3_next", "gpt_oss"])
 def test_bytes_are_planned_and_counted(name: str) -> None:
     model = bridged(name)
-    sizes = {key: value for key, value in SIZES.items() if key != "checkpoints"}
+    sizes = {key: value for key, value in SIZES.items() if key != "options"}
     options = CacheOptions(8, 32, checkpoints=3)
-    pool = model.make_pool(**sizes, **options.fields)
+    pool = model.make_pool(**sizes, options=options)
     assert pool.nbytes == sum(pool_needs(model.entries, sizes, options))
-    more = pool.nbytes - model.make_pool(**sizes, **replace(options, checkpoints=0).fields).nbytes
+    more = pool.nbytes - model.make_pool(**sizes, options=replace(options, checkpoints=0)).nbytes
     page = {layer: layer.nbytes // part.pages.num for part, layer in pool.places}
     seen = {part: 1 if part.window is None else pages_for(part.window) + 1 for part, _ in pool.places}
     assert more == 3 * sum(page[layer] * seen[part] for part, layer in pool.places) + 3 * sum(
@@ -141,7 +141,9 @@ def test_states_that_went_while_a_sequence_was_opened() -> None:
     own.
     """
     model, rng = bridged("qwen3_next"), random.Random(3)
-    pool = model.make_pool(256, sequences=2, max_seq_len=384, prefill_step_size=256, checkpoints=1)
+    pool = model.make_pool(
+        256, sequences=2, max_seq_len=384, prefill_step_size=256, options=CacheOptions(checkpoints=1)
+    )
     text = turn(rng, 150)
     first = pool.sequence(150, salt=b"a")
     model.next_logits(mx.array([text]), batch := pool.batch([first]))

@@ -113,7 +113,7 @@ def test_the_logits_are_those_without_a_break(name: str, disk: DiskCache) -> Non
     text = turn(rng, 300)
     logits = []
     for place in (0, 256):
-        pool = model.make_pool(**SIZES, kv_bits=8)
+        pool = model.make_pool(**SIZES)
         pool.use_disk(disk)
         while pool.fetch(text[: place + 1], most=1):
             assert place

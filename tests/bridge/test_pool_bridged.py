@@ -16,6 +16,7 @@ from support.numbers import peak_bytes, relative_error
 
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
+from kvant.cache import CacheOptions
 from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.cache.pool import PoolSequence
 from kvant.engine.request import Request
@@ -33,8 +34,9 @@ SOME = ["gpt_oss", "qwen3_next", "deepseek_v32", "gemma3n", "longcat_flash_ngram
 
 
 def _pool(model: BridgedModel, bits: int = 0, **changes: Any) -> BridgedPool:
-    options: dict[str, Any] = {"tokens": 1024, "sequences": 4, "max_seq_len": 512, "prefill_step_size": 64}
-    return model.make_pool(**options | changes, kv_bits=bits)
+    sizes: dict[str, Any] = {"tokens": 1024, "sequences": 4, "max_seq_len": 512, "prefill_step_size": 64}
+    stored = {name: changes.pop(name) for name in ("kv_group_size", "kernels") if name in changes}
+    return model.make_pool(**sizes | changes, options=CacheOptions(bits, **stored))
 
 
 def _fed(
@@ -134,7 +136,13 @@ def test_values_with_bits_of_their_own_in_company(name: str) -> None:
     kinds = itertools.cycle([LayerChoice(8, 32, value_bits=4), LayerChoice(4, 32, value_bits=8)])
     layers = model.make_cache(8, kv_bits=0).formats
     tuned = KVFormat("", tuple(choice for choice, _ in zip(kinds, layers, strict=False)))
-    pool = model.make_pool(1024, sequences=4, max_seq_len=512, prefill_step_size=64, kv_format=tuned)
+    pool = model.make_pool(
+        1024,
+        sequences=4,
+        max_seq_len=512,
+        prefill_step_size=64,
+        options=CacheOptions.from_keywords(kv_format=tuned),
+    )
     apart = [own.kv_bits != own.value_bits for own in (layer.format for layer in pool.layers)]
     assert apart == [own.value_head_dim > 0 for own in layers]
     references = [_alone(name, model, prompt) for prompt in PROMPTS]

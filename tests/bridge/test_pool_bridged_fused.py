@@ -14,6 +14,7 @@ from support.tiny_models import CONFIGS
 from kvant.bridge.layers import Mask, StepRows
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
+from kvant.cache import CacheOptions
 from kvant.cache.pool import PoolSequence
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows
@@ -34,7 +35,7 @@ def _bridged(name: str) -> BridgedModel:
 
 def _pool(model: BridgedModel, bits: int = 0, kernels: str | None = None) -> BridgedPool:
     sizes = {"tokens": 1024, "sequences": 4, "max_seq_len": 512, "prefill_step_size": 64}
-    return model.make_pool(**sizes, kv_bits=bits, kernels=kernels)
+    return model.make_pool(**sizes, options=CacheOptions(kv_bits=bits, kernels=kernels))
 
 
 def _fed(

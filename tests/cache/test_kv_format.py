@@ -166,20 +166,20 @@ def test_values_have_bits_of_their_own() -> None:
 
 
 def test_options() -> None:
-    made = CacheOptions.of(kv_format=TUNED)
+    made = CacheOptions.from_keywords(kv_format=TUNED)
     assert (made.kv_bits, made.kv_group_size) == (4, 16)
-    assert CacheOptions.of(**made.fields) == made
+    assert CacheOptions.from_json(json.loads(json.dumps(made.as_json()))) == made
     assert made.at(8) == CacheOptions(8)
-    assert CacheOptions.of(kv_bits=None, kv_group_size=16).fields["kv_bits"] == 8
-    assert CacheOptions.of(kv_format=KVFormat("", (LayerChoice(0, 8), PLAIN))).kv_bits == 4
-    assert CacheOptions.of(kv_format=KVFormat("", (LayerChoice(0, 8), APART))).kv_bits == 4
+    assert CacheOptions.from_keywords(kv_bits=None, kv_group_size=16) == CacheOptions(8, 16)
+    assert CacheOptions.from_keywords(kv_format=KVFormat("", (LayerChoice(0, 8), PLAIN))).kv_bits == 4
+    assert CacheOptions.from_keywords(kv_format=KVFormat("", (LayerChoice(0, 8), APART))).kv_bits == 4
     with pytest.raises(ValueError, match="0 bits of keys and 4 of values"):
         LayerChoice(0, 32, value_bits=4)
     with pytest.raises(ArgumentError, match="kv_group_size is 8; it goes by the kv_format"):
-        CacheOptions.of(kv_group_size=8, kv_format=TUNED)
-    plain = CacheOptions.of(kv_bits=4, kv_format="pmx")
-    assert CacheOptions.of(**plain.fields) == plain != CacheOptions(4)
+        CacheOptions.from_keywords(kv_group_size=8, kv_format=TUNED)
+    plain = CacheOptions.from_keywords(kv_bits=4, kv_format="pmx")
+    assert CacheOptions.from_json(plain.as_json()) == plain != CacheOptions(4)
     assert [own.layer(0).rotates for own in (plain, CacheOptions(4), CacheOptions(8))] == [False, True, False]
     for bits in (None, 8, 0):
         with pytest.raises(ArgumentError, match="kv_format is pmx, a format of 4 bits"):
-            CacheOptions.of(kv_bits=bits, kv_format="pmx")
+            CacheOptions.from_keywords(kv_bits=bits, kv_format="pmx")

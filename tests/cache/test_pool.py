@@ -33,7 +33,7 @@ def test_a_step_changes_a_pool_in_place_whatever_its_size(pocket: Pocket, bits: 
     model, _ = pocket
     peaks = []
     for tokens in (1024, 102400):
-        pool = model.make_pool(tokens, sequences=8, kv_bits=bits, max_seq_len=512)
+        pool = model.make_pool(tokens, sequences=8, max_seq_len=512, options=CacheOptions(kv_bits=bits))
         sequences = [pool.sequence(256) for _ in range(3)]
         for ids in (range(100), range(40)):
             for sequence in sequences:
@@ -59,7 +59,7 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(
     monkeypatch.setattr(stored_tokens, "FITTED_BITS", 0)
     model, _ = pocket
     H, K, D = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
-    pool = model.make_pool(2048, sequences=3, kv_bits=bits, bias_split=False)
+    pool = model.make_pool(2048, sequences=3, options=CacheOptions(kv_bits=bits, bias_split=False))
     sequences = [pool.sequence(400) for _ in range(3)]
     for sequence, length in zip(sequences, (130, 5, 256), strict=True):
         prefill(model, pool, sequence, list(range(length)))
@@ -193,7 +193,7 @@ def test_what_a_batch_is_not_made_of(pocket: Pocket) -> None:
 
 def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:
     windows = tiny_model(tmp_path / "windows", (None, 40, None, 200))
-    pool = windows.make_pool(1024, sequences=1, kv_group_size=16)
+    pool = windows.make_pool(1024, sequences=1, options=CacheOptions(kv_group_size=16))
     batch = pool.batch([pool.sequence(1)])
     for model, message in (
         (pocket[0], r"layer 0 of the pool has kv heads and a head_dim of \(2, 16\); expected \(2, 64\)"),
@@ -210,9 +210,7 @@ def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:
 def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pocket
     for wrong, message in (
-        ({"kernels": "fused"}, "kernels is 'fused'; MLX's default device is no GPU"),
-        ({"kernels": "fast"}, "kernels is 'fast'; expected 'unfused' or 'fused'"),
-        ({"kv_bits": 5}, "kv_bits is 5"),
+        ({"options": CacheOptions(kernels="fused")}, "kernels is 'fused'; MLX's default device is no GPU"),
         *(
             ({name: 0}, f"{name} is 0")
             for name in ("tokens", "sequences", "prefill_step_size", "max_seq_len")
@@ -220,18 +218,24 @@ def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(ValueError, match=message):
             model.make_pool(**{"tokens": 128, "sequences": 1} | wrong)
+    for wrong, message in (
+        ({"kernels": "fast"}, "kernels is 'fast'; expected 'unfused' or 'fused'"),
+        ({"kv_bits": 5}, "kv_bits is 5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CacheOptions(**wrong)
     with monkeypatch.context() as patch:
         patch.setenv("KVANT_KERNELS", "fused")
         with pytest.raises(ValueError, match="KVANT_KERNELS is 'fused'"):
             model.make_pool(1024, sequences=1)
-        assert model.make_pool(1024, sequences=1, kernels="unfused").num_pages == 8
+        assert model.make_pool(1024, sequences=1, options=CacheOptions(kernels="unfused")).num_pages == 8
     with pytest.raises(ContextError, match="this machine has"):
         model.make_pool(10**12, sequences=1, max_seq_len=1024)
     assert model.make_pool(4096, sequences=1).max_seq_len == model.config.max_position_embeddings == 2048
 
 
 def test_a_window_as_wide_as_a_sequence_is_none(windows: Decoder) -> None:
-    pool = windows.make_pool(1024, sequences=4, kv_bits=0, max_seq_len=200)
+    pool = windows.make_pool(1024, sequences=4, max_seq_len=200, options=CacheOptions(kv_bits=0))
     assert [part.window for part in pool.parts] == [None, 40]
     assert close(prefill(windows, pool, pool.sequence(200), TEXT[:190]), next_logits(windows, TEXT[:190]))
 
@@ -239,7 +243,7 @@ def test_a_window_as_wide_as_a_sequence_is_none(windows: Decoder) -> None:
 def test_layers_that_all_have_windows(tmp_path: Path) -> None:
     """Then a sequence's pages are those of its ring, however long it gets."""
     model = tiny_model(tmp_path, (40, 200))
-    pool = model.make_pool(1024, sequences=1, kv_bits=0, prefill_step_size=128)
+    pool = model.make_pool(1024, sequences=1, prefill_step_size=128, options=CacheOptions(kv_bits=0))
     assert (pool.num_pages, pool.num_free, pool.pages_needed(1000)) == (4, 4, 4)
     sequence = pool.sequence(1000)
     assert (pool.num_free, pool.fits(1)) == (0, False)
@@ -262,7 +266,7 @@ def test_its_bytes_are_those_that_were_planned_and_allocated(
             )
             mx.synchronize()
             before = mx.get_active_memory()
-            pool = model.make_pool(**sizes, **stored.fields)
+            pool = model.make_pool(**sizes, options=stored)
             allocated = mx.get_active_memory() - before
             pairs = [len(layer.self_attn.qkv_bias.pairs) for layer in model.layers] if split else None
             planned = pool_size(model.config, stored, dtype=model.dtype, split_pairs=pairs, **sizes)

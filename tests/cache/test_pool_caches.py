@@ -7,7 +7,7 @@ import pytest
 from support.numbers import peak_bytes
 from support.pools import TEXT, check_pages, close, decode, next_logits, prefill, tiny_model
 
-from kvant.cache import ModelCache
+from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.errors import ContextError
 from kvant.models import Decoder
@@ -21,7 +21,9 @@ def _alone(sequence: PoolSequence, reserved: int) -> ModelCache:
 
 
 def _pool(model: Decoder, bits: int) -> Pool:
-    return model.make_pool(4096, sequences=4, kv_bits=bits, kv_group_size=16, prefill_step_size=128)
+    return model.make_pool(
+        4096, sequences=4, prefill_step_size=128, options=CacheOptions(kv_bits=bits, kv_group_size=16)
+    )
 
 
 def _fed(model: Decoder, bits: int, length: int) -> ModelCache:
@@ -97,7 +99,9 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(
 
 
 def test_nothing_holds_the_arrays_afterwards(windows: Decoder) -> None:
-    pool = windows.make_pool(200 * 128, sequences=4, kv_bits=8, kv_group_size=16, max_seq_len=900)
+    pool = windows.make_pool(
+        200 * 128, sequences=4, max_seq_len=900, options=CacheOptions(kv_bits=8, kv_group_size=16)
+    )
     sequence = pool.sequence(900)
     prefill(windows, pool, sequence, TEXT[:300])
     before = peak_bytes(lambda: decode(windows, pool, [sequence], [5]))

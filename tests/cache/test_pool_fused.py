@@ -12,6 +12,7 @@ from support.fronts import drawn_format
 from support.metal_host import host_pytest_skip
 from support.pools import tiny_model
 
+from kvant.cache import CacheOptions
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request
 from kvant.models import Decoder
@@ -40,7 +41,9 @@ def test_an_engine_on_the_kernels_text(
         }
     for kernels in ("unfused", None):
         assert not launches
-        pool = model.make_pool(1024, sequences=3, kernels=kernels, **stored)
+        pool = model.make_pool(
+            1024, sequences=3, options=CacheOptions.from_keywords(**stored, kernels=kernels)
+        )
         engine = BatchEngine(model, pool, max_batch=3)
         answers = [asked(engine, Request(ids, 3)) for ids in PROMPTS]
         found.append([[token.token for token in answer] for answer in answers])
@@ -53,7 +56,7 @@ def test_which_layers_are_fused(
     tmp_path: Path, fused_calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def backends(model: Decoder, **options: Any) -> set[str | None]:
-        pool = model.make_pool(512, sequences=1, kv_group_size=16, **options)
+        pool = model.make_pool(512, sequences=1, options=CacheOptions(kv_group_size=16, **options))
         return {pool.backend, *(layer.backend for layer in pool.layers)}
 
     wide, narrow = (

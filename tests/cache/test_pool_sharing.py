@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from support.pools import TEXT, check_pages, close, decode, next_logits, prefill
 
+from kvant.cache import CacheOptions
 from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.pages import Pages
 from kvant.cache.pool import Pool
@@ -20,7 +21,8 @@ from kvant.models import Decoder
 
 
 def _pool(model: Decoder, tokens: int = 4096, **options: Any) -> Pool:
-    return model.make_pool(tokens, **{"sequences": 8, "kv_bits": 0, "prefill_step_size": 128} | options)
+    sizes = {"sequences": 8, "prefill_step_size": 128, "options": CacheOptions(kv_bits=0)}
+    return model.make_pool(tokens, **sizes | options)
 
 
 def test_a_shared_prefix_is_there_at_once_and_no_byte_is_copied(windows: Decoder) -> None:

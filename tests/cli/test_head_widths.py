@@ -13,7 +13,7 @@ from support.command import call, refusal
 from support.numbers import relative_error
 from support.server import served
 
-from kvant.cache import QuantizedKVCache
+from kvant.cache import CacheOptions, QuantizedKVCache
 from kvant.engine.load import POCKET, find_model
 from kvant.models import load_decoder
 from kvant.tools.plan import plan, read_folder
@@ -54,7 +54,7 @@ def test_the_default_computes_what_mlx_lm_does(tmp_path: Path, width: int) -> No
                 for part in (IDS[:50], *([token] for token in IDS[50:]))
             ]
             assert relative_error(mx.concatenate(parts), expected) < limit
-        pool = model.make_pool(1024, sequences=2, kv_bits=bits)
+        pool = model.make_pool(1024, sequences=2, options=CacheOptions(kv_bits=bits))
         assert {own.kv_group_size for own in pool.formats} == {GROUPS[width]}
     made = plan(read_folder(tmp_path), max_kv_size=64)
     assert made.settings.cache.kv_group_size == GROUPS[width]

@@ -17,6 +17,7 @@ from support.batches import alone, asked
 from support.counts import count
 from support.server import SOON, wait
 
+from kvant.cache import CacheOptions
 from kvant.engine import batch_engine
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request, Token
@@ -34,7 +35,7 @@ def make(pocket: Pocket) -> Iterator[Callable[..., BatchEngine]]:
     made = []
 
     def engine(**options: Any) -> BatchEngine:
-        pool = pocket[0].make_pool(128 * PAGES, sequences=8, kv_bits=0)
+        pool = pocket[0].make_pool(128 * PAGES, sequences=8, options=CacheOptions(kv_bits=0))
         made.append(BatchEngine(pocket[0], pool, **{"max_batch": 4} | options))
         return made[-1]
 

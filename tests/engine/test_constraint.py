@@ -14,6 +14,7 @@ from support.pools import tiny_model
 from support.schemas import problem, random_root
 
 from kvant import stream_generate
+from kvant.cache import CacheOptions
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.conversation import Conversation
 from kvant.engine.request import Request, Token
@@ -72,7 +73,7 @@ def test_random_schemas(pocket: Pocket, grammars: Grammars, random_model: Decode
     tokenizer = pocket[1]
     rng = random.Random(bits)
     for model, compiler in ((pocket[0], grammars), (random_model, Grammars(tokenizer, PADDED))):
-        scheduler, _ = scheduler_of(model, bits, pool={"kv_group_size": 16})
+        scheduler, _ = scheduler_of(model, bits, kv_group_size=16)
         schemas = [random_root(rng) for _ in range(count(6, 100))]
         requests = {}
         for schema in schemas:
@@ -149,7 +150,9 @@ def test_an_answer_that_cannot_go_on_fails_alone(pocket: Pocket, grammars: Gramm
     def disobedient(logprobs: mx.array) -> mx.array:
         return mx.array([7])
 
-    with BatchEngine(model, model.make_pool(128 * 32, sequences=8, kv_bits=8), max_batch=8) as engine:
+    with BatchEngine(
+        model, model.make_pool(128 * 32, sequences=8, options=CacheOptions(kv_bits=8)), max_batch=8
+    ) as engine:
         good = asked(engine, _request(tokenizer, person, sampler=make_sampler(1.0, seed=1)))
         failing = asked(engine, _request(tokenizer, large, answers=2))
         told = list(good)

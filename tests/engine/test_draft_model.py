@@ -16,7 +16,7 @@ from support.pools import check_pages
 from support.runs import Run
 
 from kvant import batch_generate
-from kvant.cache import ModelCache
+from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.pool import Pool
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.model_drafts import ModelDrafter, ModelDrafts, PooledDrafts
@@ -36,7 +36,11 @@ def _pool(model: LanguageModel, sequences: int, prefill_step_size: int = 512) ->
     if sequences == 1:
         return model.make_cache(300, kv_bits=0)
     return model.make_pool(
-        1024, sequences=sequences, kv_bits=0, max_seq_len=300, prefill_step_size=prefill_step_size
+        1024,
+        sequences=sequences,
+        max_seq_len=300,
+        prefill_step_size=prefill_step_size,
+        options=CacheOptions(kv_bits=0),
     )
 
 
@@ -179,7 +183,7 @@ def test_bytes_of_both_pools(pocket: Pocket, small: LanguageModel) -> None:
         batch_generate(*pocket, ["Once upon a time", "1 2 3 1 2 3", "The dog"], **options, **more)
         for more in ({}, {"draft_model": small, "num_draft_tokens": 2})
     ]
-    layers = small.make_pool(128, sequences=1, kv_bits=0).layers
+    layers = small.make_pool(128, sequences=1, options=CacheOptions(kv_bits=0)).layers
     row = 4 * sum(2 * layer.format.num_kv_heads * layer.format.head_dim for layer in layers)
     more = made[1].stats.reserved_bytes - made[0].stats.reserved_bytes
     assert 3 * 128 * row <= more < 1.01 * 3 * 128 * row  # and tables of biases

@@ -16,6 +16,7 @@ from support.runs import Run
 from support.schemas import problem
 
 from kvant import batch_generate, stream_generate
+from kvant.cache import CacheOptions
 from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request
@@ -144,7 +145,7 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
         (model, Drafts(), True, "deterministic"),
         (model, own, False, "draft_model is given for a single sequence"),
     ):
-        pool = target.make_pool(256, sequences=1, kv_bits=0)
+        pool = target.make_pool(256, sequences=1, options=CacheOptions(kv_bits=0))
         with pytest.raises(ArgumentError, match=words):
             Scheduler(target, pool, max_batch=1, deterministic=deterministic).submit(
                 Request([5], drafts=given)

@@ -242,9 +242,9 @@ def test_the_reservation_is_prompt_and_max_tokens(
 ) -> None:
     model, tokenizer = pocket
     asked: list[int] = []
-    plain = Decoder.make_cache
+    plain = Decoder.reserve_cache
     monkeypatch.setattr(
-        Decoder, "make_cache", lambda self, n, **own: asked.append(n) or plain(self, n, **own)
+        Decoder, "reserve_cache", lambda self, n, options: asked.append(n) or plain(self, n, options)
     )
     context, n = model.config.max_position_embeddings, len(prompt)
     for max_tokens, max_kv_size, expected in (

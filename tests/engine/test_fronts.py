@@ -40,7 +40,7 @@ def test_an_architecture_is_mlx_lms(tmp_path: Path, name: str) -> None:
 def test_ragged_sequences_windows_and_the_bias_split(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, (None, 40))
     tuned = drawn_format(model, rotates=False, paired=True)
-    pool = model.make_pool(2048, sequences=3, kv_format=tuned)
+    pool = model.make_pool(2048, sequences=3, options=CacheOptions.from_keywords(kv_format=tuned))
     assert pool.nbytes == sum(layer.nbytes for layer in pool.layers)
     for length in (3, 127, 256):
         given = prefill(model, pool, pool.sequence(300), TEXT[:length])
@@ -70,7 +70,7 @@ def test_a_bridged_model(name: str) -> None:
         return
 
     def of_a_pool(**options: Any) -> mx.array:
-        pool = model.make_pool(768, sequences=2, kv_bits=0, **options)
+        pool = model.make_pool(768, sequences=2, options=CacheOptions.from_keywords(kv_bits=0, **options))
         sequences = [pool.sequence(64) for _ in range(2)]
         for number, sequence in enumerate(sequences):
             model(mx.array([LONG[number : number + 20 + 7 * number]]), cache=pool.batch([sequence]))
@@ -157,7 +157,7 @@ def test_files_of_other_value_bits(pocket: Pocket, tmp_path: Path) -> None:
     )
     cache = model.make_cache(300, kv_format=apart)
     options: dict[str, Any] = {"dtype": mx.float32, "split_pairs": [0] * 4} | single_sizes(300)
-    assert cache.nbytes == pool_size(model.config, CacheOptions.of(kv_format=apart), **options)
+    assert cache.nbytes == pool_size(model.config, CacheOptions.from_keywords(kv_format=apart), **options)
     model(mx.array([TEXT[:40]]), cache=cache)
     cache.save(tmp_path / "cache")
     with pytest.raises(SnapshotError, match="value_bits is 4; expected 8"):

@@ -14,6 +14,7 @@ from support.counts import count
 from support.pools import tiny_model
 from support.turns import changed_heads, grown, talks, turn
 
+from kvant.cache import CacheOptions
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder
@@ -22,8 +23,9 @@ from kvant.tools.report.texts import recall_dialogues
 
 def _scheduler(model: Decoder, kv_bits: int) -> Scheduler:
     """With as many checkpoints as a server has for four answers at once."""
-    sizes = {"sequences": 4, "max_seq_len": 2048, "prefill_step_size": 128, "kv_group_size": 16}
-    pool = model.make_pool(8192, **sizes, checkpoints=8, kv_bits=kv_bits)
+    sizes = {"sequences": 4, "max_seq_len": 2048, "prefill_step_size": 128}
+    options = CacheOptions(kv_bits, 16, checkpoints=8)
+    pool = model.make_pool(8192, **sizes, options=options)
     return Scheduler(model, pool, max_batch=4)
 
 

@@ -126,9 +126,9 @@ def test_the_config_is_mlx_lms(folder: Path) -> None:
 def test_bits_shape_the_cache_that_is_reserved(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = pocket
     made: list[Any] = []
-    plain = Decoder.make_cache
+    plain = Decoder.reserve_cache
     monkeypatch.setattr(
-        Decoder, "make_cache", lambda *given, **own: made.append(plain(*given, **own)) or made[-1]
+        Decoder, "reserve_cache", lambda *given, **own: made.append(plain(*given, **own)) or made[-1]
     )
     for options, expected in (
         ({}, (8, 32)),

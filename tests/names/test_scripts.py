@@ -4,6 +4,7 @@ mlx-lm runs each on the same weights, in float32 as kvant does on a CPU. A scrip
 MODEL and a number of tokens in TOKENS, and leaves what is compared in ``text``.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import mlx_lm
 import pytest
 from support.counts import count
 
+from kvant.cache import CacheOptions
 from kvant.models import Decoder
 
 OTHER_END_OF_TEXT = """
@@ -158,16 +160,13 @@ def _theirs_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 def _in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cache and pool that is made is, as mlx-lm's are."""
 
-    def full(plain: Any) -> Any:
-        def make(self: Decoder, *arguments: Any, **options: Any) -> Any:
-            # no script asks for anything; a saved cache for what it has
-            assert options.pop("kv_bits", 8) in (8, 0)
-            return plain(self, *arguments, kv_bits=0, **options)
+    plain = Decoder.make_pool  # which reserves caches too
 
-        return make
+    def make(self: Decoder, *arguments: Any, options: CacheOptions, **sizes: Any) -> Any:
+        assert options.kv_bits in (8, 0)  # no script asks for anything; a saved cache for what it has
+        return plain(self, *arguments, options=replace(options, kv_bits=0), **sizes)
 
-    for name in ("make_cache", "make_pool"):
-        monkeypatch.setattr(Decoder, name, full(getattr(Decoder, name)))
+    monkeypatch.setattr(Decoder, "make_pool", make)
 
 
 def _text(left: Any) -> list[Any]:

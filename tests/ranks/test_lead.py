@@ -18,7 +18,7 @@ from support.drafts import KnownDrafts, draft_by_chance
 from support.pools import tiny_model
 from support.runs import Run
 
-from kvant.cache import ModelCache
+from kvant.cache import CacheOptions, ModelCache
 from kvant.engine.request import Request
 from kvant.engine.sampler import Sampler
 from kvant.engine.scheduler import Scheduler
@@ -179,7 +179,9 @@ def test_a_pool_of_requests_that_share_and_fork(
     led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lead, other = led
-    pool = lead.make_pool(4 * 640, sequences=4, kv_bits=8, kv_group_size=32, prefill_step_size=128)
+    pool = lead.make_pool(
+        4 * 640, sequences=4, prefill_step_size=128, options=CacheOptions(kv_bits=8, kv_group_size=32)
+    )
     scheduler = Scheduler(lead, pool, max_batch=4)
     requests = [
         Request(TEXT[:300], max_tokens=30, answers=2, sampler=make_sampler(temp=0.9, seed=1)),
@@ -242,7 +244,7 @@ def test_memory_is_given_back_everywhere(led: tuple[Lead, Loopback]) -> None:
 def test_a_call_on_sequences_of_a_pool(led: tuple[Lead, Loopback]) -> None:
     """It commits on every rank; the other one keeps no sequences and had nothing to drop."""
     lead, other = led
-    pool = lead.make_pool(2048, sequences=2, max_seq_len=600, kv_bits=8)
+    pool = lead.make_pool(2048, sequences=2, max_seq_len=600, options=CacheOptions(kv_bits=8))
     batch = pool.batch([pool.sequence(600), pool.sequence(600)])
     for start in (0, 60):
         given = lead(mx.array([TEXT[start : start + 60], TEXT[100 + start : 160 + start]]), cache=batch)

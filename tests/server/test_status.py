@@ -19,6 +19,7 @@ from support.interfaces import CHAT
 from support.pools import tiny_model
 from support.server import SOON, Running, start, wait
 
+from kvant.cache import CacheOptions
 from kvant.cache.pool import Pool
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
@@ -303,7 +304,7 @@ def test_the_state_is_the_pools_and_no_text_is_in_it(pocket: Any) -> None:
 
 def test_pages_that_move_with_a_window(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, (None, 100))
-    pool = model.make_pool(PAGE * 12, sequences=2, prefill_step_size=64, kv_bits=0)
+    pool = model.make_pool(PAGE * 12, sequences=2, prefill_step_size=64, options=CacheOptions(kv_bits=0))
     scheduler, live = Scheduler(model, pool, max_batch=2), Live(pool)
     assert [part["window"] for part in live.facts["parts"]] == [None, 100]
     live.read()

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.cache import CacheOptions
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.cache_scheduler import CacheScheduler
@@ -43,9 +44,11 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def scheduler_of(model: Decoder, bits: int = 0, pages: int = PAGES, **options: Any) -> tuple[Scheduler, Pool]:
-    """A scheduler and its pool; ``pool``: further options of that."""
+    """A scheduler and its pool; ``pool``: further sizes of that."""
     batch = options.pop("max_batch", 8)
-    pool = model.make_pool(128 * pages, sequences=batch, kv_bits=bits, **options.pop("pool", {}))
+    group = options.pop("kv_group_size", None)
+    stored = CacheOptions(bits, group)
+    pool = model.make_pool(128 * pages, sequences=batch, **options.pop("pool", {}), options=stored)
     return Scheduler(model, pool, max_batch=batch, **options), pool
 
 

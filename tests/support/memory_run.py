@@ -32,7 +32,7 @@ CORES = 2  # dequantized parts are made side by side, one on each core: their nu
 
 
 def _fill_cache(model: LanguageModel, tokens: int, settings: Settings) -> int:
-    cache = model.make_cache(tokens, **settings.cache.fields)
+    cache = model.reserve_cache(tokens, settings.cache)
     prompt = [7 * i % model.config.vocab_size for i in range(tokens - DECODED + 1)]
     scheduler = CacheScheduler(model, cache, prefill_step_size=settings.prefill_step_size)
     assert len(list(scheduler.answer([Request(prompt, DECODED, keep_logprobs=True)]))) == DECODED
@@ -44,7 +44,7 @@ def _fill_pool(model: LanguageModel, tokens: int, settings: Settings, count: int
     """Bytes of the pool. Sequence i is fed while those before it run, and all are full in the end."""
     step = settings.prefill_step_size
     options = {"sequences": count, "max_seq_len": tokens, "prefill_step_size": step}
-    pool = model.make_pool(count * page_rows(tokens), **options, **settings.cache.fields)
+    pool = model.make_pool(count * page_rows(tokens), **options, options=settings.cache)
     scheduler = Scheduler(model, pool, max_batch=count)
     waits = -(-tokens // min(step, PAGE_SIZE)) + 1  # steps that a prompt takes, at most
     for i in range(count):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from kvant.cache import CacheOptions
 from kvant.models import LanguageModel
 
 # Of the second logits are read: one process normalizes all its rows, a pipeline one, and more than 8 round
@@ -55,7 +56,7 @@ def cached_run(model: LanguageModel, bits: int | None, tuned: Path | None = None
 
 def pooled_run(model: LanguageModel, bits: int) -> mx.array:
     """Logits (4, vocab) of two steps of two sequences of a pool, one a token longer than the other."""
-    pool = model.make_pool(512, sequences=2, kv_bits=bits)
+    pool = model.make_pool(512, sequences=2, options=CacheOptions(kv_bits=bits))
     sequences = [pool.sequence(64) for _ in range(2)]
     ids = run_ids(model.config.vocab_size)
     for number, sequence in enumerate(sequences):

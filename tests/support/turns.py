@@ -1,10 +1,12 @@
 """Conversations of random tokens with the server of a tiny model."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from kvant.bridge.model import BridgedModel
 from kvant.bridge.pool import BridgedPool
+from kvant.cache import CacheOptions
 from kvant.cache.disk import DiskCache
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import Request, Token
@@ -23,7 +25,7 @@ SIZES: dict[str, Any] = {
     "sequences": 2,
     "max_seq_len": 1024,
     "prefill_step_size": 64,
-    "checkpoints": 6,
+    "options": CacheOptions(kv_bits=8, checkpoints=6),
 }
 
 
@@ -47,8 +49,11 @@ def run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple
 def server(
     model: BridgedModel, disk: DiskCache | None = None, *, deterministic: bool = False, **changes: Any
 ) -> tuple[Scheduler, BridgedPool]:
-    """Of an 8-bit pool, of SIZES but for changes."""
-    pool = model.make_pool(**SIZES | {"kv_bits": 8} | changes)
+    """Of a pool of SIZES but for changes."""
+    stored = {
+        name: changes.pop(name) for name in ("kv_bits", "kv_group_size", "checkpoints") if name in changes
+    }
+    pool = model.make_pool(**SIZES | changes | {"options": replace(SIZES["options"], **stored)})
     if disk is not None:
         pool.use_disk(disk, is_exact=deterministic)
     return Scheduler(model, pool, max_batch=min(2, pool.max_sequences), deterministic=deterministic), pool

@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Collection, Sequence
 from functools import cached_property, partial
-from typing import Any, Unpack
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -27,18 +27,19 @@ from kvant.bridge.pool import (
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache import KVCache
 from kvant.cache.identity import Identity
-from kvant.cache.options import CacheFields, CacheOptions
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import check_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
 from kvant.errors import ArgumentError
 from kvant.models.caches import default_reservation, longest_sequence
 from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
+from kvant.models.language_model import CacheMaker
 from kvant.operators.dispatch import resolve
 from kvant.threads import check_process
 
 
-class BridgedModel:
+class BridgedModel(CacheMaker):
     """A :class:`kvant.models.LanguageModel`: mlx-lm's model, ``module``."""
 
     # numbers of mlx-lm's caches whose layers another process computes
@@ -103,7 +104,7 @@ class BridgedModel:
 
     def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
         if isinstance(cache, PromptCacheFile):
-            cache = cache.taken(self.make_cache)
+            cache = cache.taken(self.reserve_cache)
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         if cache.pool.entries != self.entries:
@@ -114,23 +115,23 @@ class BridgedModel:
             raise ValueError("the cache holds tokens of another model")
         return cache
 
-    def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> BridgedCache:
+    def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> BridgedCache:
         """See :class:`kvant.models.LanguageModel`. No bias is known apart from mlx-lm's projections: none is
         split.
 
         A group that does not divide a layer's width becomes their greatest common divisor there.
         """
         check_process()
-        chosen = self._options(fields)
+        self._check_format(options)
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
         return make_model_cache(
             self.module,
             max_seq_len,
-            chosen,
+            options,
             found=self.entries,
             absent=self.absent_caches,
-            make_cache=partial(self.make_cache, **chosen.fields),
+            make_cache=partial(self.reserve_cache, options=options),
             identity=self.identity,
             divided=self.divided,
         )
@@ -142,14 +143,14 @@ class BridgedModel:
         sequences: int,
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
-        **fields: Unpack[CacheFields],
+        options: CacheOptions = DEFAULT_OPTIONS,
     ) -> BridgedPool:
         """See :class:`kvant.models.LanguageModel`. The model is tried first, with a small pool: some steps
         long.
         """
         check_process()
-        chosen = self._options(fields)
-        resolve(chosen.kernels)  # refuses them before the model is tried
+        self._check_format(options)
+        resolve(options.kernels)  # refuses them before the model is tried
         sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
         sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
         check_sizes(**sizes)
@@ -157,9 +158,9 @@ class BridgedModel:
         return reserve(
             self.entries,
             sizes,
-            chosen,
+            options,
             dtype=self.dtype,
-            make_cache=partial(self.make_cache, **chosen.fields),
+            make_cache=partial(self.reserve_cache, options=options),
             identity=self.identity,
             attends_apart=apart,
             divided=self.divided,
@@ -177,14 +178,12 @@ class BridgedModel:
     def arrays(self) -> list[mx.array]:
         return list(parameters(self.module).values())
 
-    def _options(self, fields: CacheFields) -> CacheOptions:
-        """What a caller gives; a format of another model is refused."""
-        chosen = CacheOptions.of(**fields)
-        if chosen.kv_format is not None:
-            chosen.kv_format.check(self.identity, len(leaves_of(self.entries, Attention)))
-            if self.has_sinks and any(layer.center for layer in chosen.kv_format.layers):
+    def _check_format(self, options: CacheOptions) -> None:
+        """Refuse a tuned format of another model."""
+        if options.kv_format is not None:
+            options.kv_format.check(self.identity, len(leaves_of(self.entries, Attention)))
+            if self.has_sinks and any(layer.center for layer in options.kv_format.layers):
                 raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
-        return chosen
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedBatch:
         if not isinstance(cache, PoolBatch):

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self
 
 from kvant.cache.kv_format import PMX, KVFormat, LayerChoice
 from kvant.errors import ArgumentError
@@ -12,17 +12,6 @@ from kvant.operators.dispatch import KERNELS
 from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, check_quantization
 
 DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
-
-
-class CacheFields(TypedDict, total=False):
-    """The fields of :class:`CacheOptions`, as keywords of ``make_cache`` and ``make_pool``."""
-
-    kv_bits: int | None
-    kv_group_size: int | None
-    bias_split: bool
-    kernels: str | None
-    checkpoints: int
-    kv_format: KVFormat | Mapping[str, Any] | str | Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +65,48 @@ class CacheOptions:
             raise ArgumentError("checkpoints", f"is {self.checkpoints!r:.80}; expected an int, 0 or more")
 
     @classmethod
-    def of(cls, **fields: Unpack[CacheFields]) -> Self:
-        """Return the options a caller asks for: None is the default, and a format may be its file or
-        ``"pmx"``.
+    def from_keywords(
+        cls,
+        *,
+        kv_bits: int | None = None,
+        kv_group_size: int | None = None,
+        bias_split: bool = True,
+        kernels: str | None = None,
+        checkpoints: int = 0,
+        kv_format: KVFormat | str | Path | None = None,
+    ) -> Self:
+        """Return the options that a caller asks for by keywords.
+
+        Args:
+            kv_bits, kv_group_size: None: the default, or those of ``kv_format``, which they can only confirm.
+            bias_split, kernels, checkpoints: see :class:`CacheOptions`.
+            kv_format: a tuned format, its file, or ``"pmx"``.
+
+        Raises:
+            ArgumentError: a value out of range, or two that contradict each other.
         """
-        given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
-        if given.get("kv_format") == PMX:
-            if (bits := given.get("kv_bits", DEFAULT_KV_BITS)) != FITTED_BITS:
-                problem = (
-                    f"is {PMX}, a format of {FITTED_BITS} bits; the cache has {bits!r:.80}: "
-                    f"choose {FITTED_BITS} with"
-                )
-                raise ArgumentError("kv_format", problem, "kv_bits")
-            del given["kv_format"]
-            given["rotates"] = False
-        elif "kv_format" in given:
-            given["kv_format"] = KVFormat.of(given["kv_format"])
-        made = cls(**given)
-        for name in ("kv_bits", "kv_group_size"):
-            if given.get(name, getattr(made, name)) != getattr(made, name):
-                raise ArgumentError(name, f"is {given[name]!r:.80}; it goes by the", "kv_format")
+        bits = DEFAULT_KV_BITS if kv_bits is None else kv_bits
+        if kv_format == PMX and bits != FITTED_BITS:
+            wanted = f"choose {FITTED_BITS} with"
+            problem = f"is {PMX}, a format of {FITTED_BITS} bits; the cache has {bits!r:.80}: {wanted}"
+            raise ArgumentError("kv_format", problem, "kv_bits")
+        tuned = None if kv_format in (None, PMX) else KVFormat.of(kv_format)
+        made = cls(bits, kv_group_size, bias_split, kernels, checkpoints, tuned, rotates=kv_format != PMX)
+        for name, given in (("kv_bits", kv_bits), ("kv_group_size", kv_group_size)):
+            if given not in (None, getattr(made, name)):
+                raise ArgumentError(name, f"is {given!r:.80}; it goes by the", "kv_format")
         return made
 
-    @property
-    def fields(self) -> CacheFields:
-        """Return the options by name, as :meth:`of` takes them."""
-        found: Any = {name: getattr(self, name) for name in CacheFields.__annotations__}
-        if not self.rotates and self.kv_bits == FITTED_BITS:
-            found["kv_format"] = PMX
-        return found  # type: ignore[no-any-return]
+    def as_json(self) -> dict[str, Any]:
+        """Return the options as numbers, text and lists."""
+        stored = {option.name: getattr(self, option.name) for option in fields(self)}
+        return stored | {"kv_format": self.kv_format and self.kv_format.as_json()}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """Return the options that :meth:`as_json` gave."""
+        kv_format = stored["kv_format"]
+        return cls(**{**stored, "kv_format": kv_format and KVFormat.of(kv_format)})
 
     def layer(self, number: int, *, can_rotate: bool = True) -> LayerChoice:
         """Return how a layer stores its tokens.

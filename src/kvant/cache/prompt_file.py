@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.cache.kv_format import PMX
 from kvant.cache.model import KVCache, ModelCache
+from kvant.cache.options import CacheOptions
 from kvant.cache.snapshot import read_header
 from kvant.errors import ContextError, SnapshotError
-from kvant.operators.quantization import FITTED_BITS
 from kvant.operators.stored_tokens import fitted_tokens
 
+ReserveCache = Callable[[int | None, CacheOptions], ModelCache]  # of a model
 UNKNOWN_ID = 0  # of a token whose id the file does not say
 
 
@@ -33,23 +33,25 @@ class PromptCacheFile(Sequence[KVCache]):
             raise ValueError(f"{self._path} has not been read: a model that uses it reads it")
         return self._cache
 
-    def taken(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
-        """The cache, which a model's ``make_cache`` makes in the file's format, with its tokens."""
+    def taken(self, reserve_cache: ReserveCache) -> ModelCache:
+        """Return the cache in the file's format, of a model's ``reserve_cache``, with its tokens."""
         if self._cache is None:
-            self._cache = self._read(make_cache)
+            self._cache = self._read(reserve_cache)
         return self._cache
 
-    def _read(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
+    def _read(self, reserve_cache: ReserveCache) -> ModelCache:
         layers = [layer for layer in self.header.layers if layer.has_tokens]
-        options: dict[str, Any] = {"kv_bits": max((max(layer.bits.values()) for layer in layers), default=0)}
-        if options["kv_bits"]:  # a bridged layer's group may be a part of the one asked for
-            options["kv_group_size"] = math.lcm(*(layer.kv_group_size for layer in layers))
-        if options["kv_bits"] == FITTED_BITS and not any(layer.front.count("rotate") for layer in layers):
-            # written with nothing done to keys, also by versions that rotated none
-            options["kv_format"] = PMX
-        options["bias_split"] = any(layer.split_pairs is not None for layer in layers)
+        kv_bits = max((max(layer.bits.values()) for layer in layers), default=0)
         try:
-            made = make_cache(self._max_seq_len, **options)
+            options = CacheOptions(
+                kv_bits,
+                # a bridged layer's group may be a part of the one asked for
+                math.lcm(*(layer.kv_group_size for layer in layers)) if kv_bits else None,
+                bias_split=any(layer.split_pairs is not None for layer in layers),
+                # versions that rotated no keys wrote such files too
+                rotates=any("rotate" in layer.front for layer in layers),
+            )
+            made = reserve_cache(self._max_seq_len, options)
         except ContextError:
             raise
         except ValueError as error:
@@ -76,12 +78,12 @@ class PlainCacheFile(PromptCacheFile):
         self._path, self._max_seq_len, self._cache = path, max_seq_len, None
         self._layers = list(layers)
 
-    def _read(self, make_cache: Callable[..., ModelCache]) -> ModelCache:
+    def _read(self, reserve_cache: ReserveCache) -> ModelCache:
         if kinds := {type(layer).__name__ for layer in self._layers} - {"KVCache"}:
             raise SnapshotError(
                 f"{self._path}: caches of {', '.join(sorted(kinds))}; expected mlx-lm's KVCache alone"
             )
-        made = make_cache(self._max_seq_len, kv_bits=0, bias_split=False)
+        made = reserve_cache(self._max_seq_len, CacheOptions(0, bias_split=False))
         if len(made.pool.layers) != len(self._layers) or made.pool.states:
             raise SnapshotError(
                 f"{self._path}: of another model: it has {len(self._layers)} caches; expected {len(made)}"

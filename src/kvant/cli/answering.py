@@ -65,7 +65,7 @@ def answer_together(
     drafts = drafts_beside(session, run, pool)
     cache, rest = None, None
     if held:
-        cache = session.model.make_cache(max(*needs, held), **session.settings.cache.fields)
+        cache = session.model.reserve_cache(max(*needs, held), session.settings.cache)
         rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
     wanted = [
         Wanted(
@@ -136,7 +136,7 @@ def _reserve(
             sequences=rows,
             max_seq_len=max(needs),
             prefill_step_size=step_size,
-            **session.settings.cache.fields,
+            options=session.settings.cache,
         )
     check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
     if deterministic:

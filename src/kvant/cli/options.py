@@ -268,6 +268,7 @@ class RunOptions:
     quiet: Quiet = False
     # Of values that no flag gave: name -> value, and where it comes from, in words.
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
+    cache: CacheOptions = field(init=False, metadata={"flag": False})  # what the flags of the cache say
 
     def __post_init__(self) -> None:
         check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
@@ -286,15 +287,9 @@ class RunOptions:
         check_kernels(self.kernels)
         if self.weights not in (None, "packed", "float32"):
             raise BadValueError(f"--weights is {self.weights!r:.80}; expected packed or float32")
-        _ = self.cache
-        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
-        check_parallel(self.parallel)
-
-    @property
-    def cache(self) -> CacheOptions:
         if self.kv_bits == 0 and self.kv_group_size is not None:
             raise BadValueError(f"--kv-group-size is {self.kv_group_size}, but --kv-bits 0 does not quantize")
-        return CacheOptions.of(
+        options = CacheOptions.from_keywords(
             kv_bits=self.kv_bits,
             kv_group_size=self.kv_group_size,
             bias_split=self.kv_bias_split,
@@ -302,6 +297,9 @@ class RunOptions:
             checkpoints=self.checkpoints or 0,
             kv_format=self.kv_format,
         )
+        object.__setattr__(self, "cache", options)
+        check_draft(self.draft, self.draft_model, self.num_draft_tokens)
+        check_parallel(self.parallel)
 
     @property
     def shared(self) -> dict[str, Any]:

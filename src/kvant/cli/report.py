@@ -150,7 +150,7 @@ def report(
         wanted = None if formats is None else parse_formats(formats)
     if kv_format is not None:
         own = (FITTED_BITS, DEFAULT_GROUPS[0]) if kv_format == PMX else (None, None)
-        added = CacheFormat.of(kv_bits=own[0], kv_group_size=own[1], kv_format=kv_format)
+        added = CacheFormat.from_keywords(kv_bits=own[0], kv_group_size=own[1], kv_format=kv_format)
         if wanted is not None and added in wanted:
             raise BadValueError(f"--kv-format is {kv_format}, which --formats has as {added.label}")
         wanted = [*(wanted or []), added]
@@ -206,7 +206,7 @@ def report(
             )
         chosen.write(tune)
         wanted = [
-            CacheFormat.of(kv_format=tune),
+            CacheFormat.from_keywords(kv_format=tune),
             *(CacheFormat(own, group) for own in sorted({bits, *DEFAULT_BITS})),
         ]
     name = model if adapter_path is None else f"{model} with {adapter_path}"

@@ -141,7 +141,7 @@ def open_session(
     planned = session.plan(wanted)
     started = time.perf_counter()
     with named_format(session.settings):
-        session.cache = session.model.make_cache(planned.max_kv_size, **session.settings.cache.fields)
+        session.cache = session.model.reserve_cache(planned.max_kv_size, session.settings.cache)
     if disk is not None:
         session.cache.use_disk(disk)
     session.load_s += time.perf_counter() - started

@@ -179,7 +179,7 @@ def batch_generate(
         name = "completion_batch_size" if at_once == completion_batch_size else "prefill_batch_size"
         raise ArgumentError(name, f"is {at_once}; expected at most {MOST_ROWS} with", "deterministic")
     drafts = asked_drafts(draft, draft_model, num_draft_tokens, model, tokenizer)
-    options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    options = cache_options(max_kv_size, kv_bits, kv_group_size)
     stops = check_stops(stop)
     shared = for_a_run(sampler or greedy)
     wanted: list[Wanted] = []
@@ -217,7 +217,7 @@ def batch_generate(
         rows = at_once if deterministic else min(at_once, len(needs))
         size = pool_reservation(needs, at_once)
         pool = model.make_pool(
-            size, sequences=rows, max_seq_len=max(needs), prefill_step_size=step_size, **options.fields
+            size, sequences=rows, max_seq_len=max(needs), prefill_step_size=step_size, options=options
         )
         check_drafts(drafts, pool, deterministic=deterministic)
         stats.reserved_bytes = pool.nbytes

@@ -102,7 +102,7 @@ def stream_generate(
         raise ArgumentError(
             "stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes"
         )
-    options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
+    options = cache_options(max_kv_size, kv_bits, kv_group_size)
     if quantized_kv_start and kv_bits != 0:
         said = f"is {quantized_kv_start!r}; a cache is quantized from the first token: expected 0"
         raise ArgumentError("quantized_kv_start", said)
@@ -126,7 +126,7 @@ def stream_generate(
             said = f"is {given}; expected {expected} for the prompt's {len(ids)} tokens"
             raise ArgumentError("input_embeddings", said)
     if prompt_cache is None:
-        cache = model.make_cache(reservation(model, len(ids), max_tokens, max_kv_size), **options.fields)
+        cache = model.reserve_cache(reservation(model, len(ids), max_tokens, max_kv_size), options)
     else:
         cache = model.check_cache(prompt_cache)
         check_given(cache, kv_bits, kv_group_size, max_kv_size)

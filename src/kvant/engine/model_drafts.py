@@ -62,7 +62,7 @@ class ModelDrafts:
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         cache: ModelCache | None = None
         if pool.single:
-            cache = self.model.make_cache(tokens, **chosen.fields)
+            cache = self.model.reserve_cache(tokens, chosen)
             made = cache.pool
             refused = "rejected drafts are taken back from its cache, and its states cannot"
         else:
@@ -71,7 +71,7 @@ class ModelDrafts:
                 sequences=pool.max_sequences,
                 max_seq_len=tokens,
                 prefill_step_size=pool.prefill_step_size,
-                **chosen.fields,
+                options=chosen,
             )
             refused = "side by side expected a model that kvant computes without mlx-lm"
         if not made.takes_back:

@@ -41,9 +41,9 @@ def make_prompt_cache(
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
-    options = cache_options(max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
+    options = cache_options(max_kv_size, kv_bits, kv_group_size, kv_format)
     if hasattr(model, "check_cache"):
-        return model.make_cache(max_kv_size, **options.fields)
+        return model.reserve_cache(max_kv_size, options)
     from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm
 
     return prompt_cache.make_prompt_cache(model, max_kv_size or DEFAULT_RESERVATION, options)

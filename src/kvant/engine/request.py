@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Unpack
+from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
-from kvant.cache.options import CacheFields, CacheOptions
+from kvant.cache.kv_format import KVFormat
+from kvant.cache.options import CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.drafts import Drafts
 from kvant.engine.processors import LogitsProcessor
@@ -140,8 +142,13 @@ def limit_in_words(model: LanguageModel, limit: int) -> str:
     return f"{limit} are {whose}"
 
 
-def cache_options(max_kv_size: int | None, **stored: Unpack[CacheFields]) -> CacheOptions:
-    """How a cache that is reserved stores tokens; None: the caller says nothing."""
+def cache_options(
+    max_kv_size: int | None,
+    kv_bits: int | None,
+    kv_group_size: int | None,
+    kv_format: KVFormat | str | Path | None = None,
+) -> CacheOptions:
+    """Check mlx-lm's keywords of a cache that is to be reserved, and return how it stores tokens."""
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
-    return CacheOptions.of(**stored)
+    return CacheOptions.from_keywords(kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)

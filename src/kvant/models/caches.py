@@ -1,7 +1,7 @@
 """A model's caches and pools: their formats and bytes, and whether one is for this model."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, narrow_window
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import pool_bytes
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.prompt_file import PromptCacheFile
+from kvant.cache.prompt_file import PromptCacheFile, ReserveCache
 from kvant.errors import ContextError
 from kvant.models.config import ModelConfig
 from kvant.models.language_model import LanguageModelConfig
@@ -43,13 +43,13 @@ def check_cache(
     cache: Sequence[KVCache],
     config: ModelConfig,
     identity: Identity | None,
-    make_cache: Callable[..., ModelCache],
+    reserve_cache: ReserveCache,
 ) -> ModelCache:
     """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it
     is.
     """
     if isinstance(cache, PromptCacheFile):
-        cache = cache.taken(make_cache)
+        cache = cache.taken(reserve_cache)
     if isinstance(cache, ModelCache) and cache.pool.made_for is config:
         return cache
     if len(cache) != config.num_hidden_layers:

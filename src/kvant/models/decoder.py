@@ -4,14 +4,14 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Unpack
+from typing import Any
 
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import narrow_window
-from kvant.cache.options import CacheFields, CacheOptions
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import Pool, check_sizes, pool_bytes, single_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.bias import ProjectionBias
@@ -26,6 +26,7 @@ from kvant.models.caches import (
 )
 from kvant.models.config import ModelConfig
 from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
+from kvant.models.language_model import CacheMaker
 from kvant.models.matrix import Linear, Matrix
 from kvant.models.mlp import MLP, Experts
 from kvant.operators.attention import attend_tokens
@@ -149,7 +150,7 @@ class DecoderParts:
     held: tuple[range, range]  # numbers of the layers and of the key and value heads in the whole model
 
 
-class Decoder:
+class Decoder(CacheMaker):
     """A :class:`kvant.models.LanguageModel` of one of :data:`kvant.models.architectures.ARCHITECTURES`."""
 
     all_windows: Sequence[int | None] = ()  # of the whole model's layers, if these are a rank's alone
@@ -244,17 +245,17 @@ class Decoder:
         return x
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
-        return check_cache(cache, self.config, self.identity, self.make_cache)
+        return check_cache(cache, self.config, self.identity, self.reserve_cache)
 
     def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> PoolBatch:
         if isinstance(cache, PoolBatch):
             return check_batch(cache, self.config)
         return self.check_cache(cache).batch
 
-    def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
+    def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
         if max_seq_len is None:
             max_seq_len = default_reservation(self.config)
-        return ModelCache(self.make_pool(**single_sizes(max_seq_len), **fields))
+        return ModelCache(self.make_pool(**single_sizes(max_seq_len), options=options))
 
     def make_pool(
         self,
@@ -264,21 +265,20 @@ class Decoder:
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
         single: bool = False,
-        **fields: Unpack[CacheFields],
+        options: CacheOptions = DEFAULT_OPTIONS,
     ) -> Pool:
         check_process()
-        chosen = CacheOptions.of(**fields)
         given = {"max_seq_len": max_seq_len or 1} if single else {"tokens": tokens}
         check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
-        biases = [layer.self_attn.qkv_bias if chosen.bias_split else None for layer in self.layers]
+        biases = [layer.self_attn.qkv_bias if options.bias_split else None for layer in self.layers]
         held_layers, held_heads = self._held
-        if chosen.kv_format is not None:
-            chosen.kv_format.check(self.identity, len(self.all_windows) or len(self.layers))
+        if options.kv_format is not None:
+            options.kv_format.check(self.identity, len(self.all_windows) or len(self.layers))
         formats = [
             pool_format(
                 self.config,
-                chosen,
+                options,
                 dtype=self.dtype,
                 max_seq_len=max_seq_len,
                 window=window,
@@ -290,21 +290,27 @@ class Decoder:
                 held_layers, self.layers, biases, self.config.windows, strict=True
             )
         ]
-        sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-        sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": chosen.checkpoints, "single": single}
+        sizes: dict[str, Any] = {
+            "tokens": tokens,
+            "sequences": sequences,
+            "max_seq_len": max_seq_len,
+            "prefill_step_size": prefill_step_size,
+            "checkpoints": options.checkpoints,
+            "single": single,
+        }
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
         fronts = []
         for number, split in zip(held_layers, splits, strict=True):
-            choice = layer_choice(self.config, chosen, number, None if split is None else split.pairs)
+            choice = layer_choice(self.config, options, number, None if split is None else split.pairs)
             fronts.append(choice.front(held_heads, self.config.head_dim, split))
         return Pool(
             formats,
             fronts,
             **sizes,
-            make_cache=partial(self.make_cache, **chosen.fields),
+            make_cache=partial(self.reserve_cache, options=options),
             identity=self.identity,
-            kernels=chosen.kernels,
+            kernels=options.kernels,
             dtype=self.dtype,
             num_heads=self.config.num_attention_heads,
             windows=[narrow_window(window, max_seq_len) for window in self.all_windows],

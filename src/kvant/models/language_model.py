@@ -3,13 +3,15 @@ one.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, Unpack
+from pathlib import Path
+from typing import Protocol
 
 import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
-from kvant.cache.options import CacheFields
+from kvant.cache.kv_format import KVFormat
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.inputs import Cached, Offset
@@ -35,7 +37,49 @@ class LanguageModelConfig(Protocol):
         """The end-of-text tokens of the folder."""
 
 
-class LanguageModel(Protocol):
+class CacheMaker(Protocol):
+    """The caches of a model: by keywords for users, with one object of options inside kvant."""
+
+    def make_cache(
+        self,
+        max_seq_len: int | None = None,
+        *,
+        kv_bits: int | None = None,
+        kv_group_size: int | None = None,
+        bias_split: bool = True,
+        kernels: str | None = None,
+        checkpoints: int = 0,
+        kv_format: KVFormat | str | Path | None = None,
+    ) -> ModelCache:
+        """Reserve a cache for ``max_seq_len`` tokens of a sequence.
+
+        Args:
+            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
+            kv_bits, kv_group_size, bias_split, kernels, checkpoints, kv_format: see
+                :meth:`kvant.cache.CacheOptions.from_keywords`. The default is 8 bits in groups of 32; at 0
+                bits keys and values keep the compute dtype.
+
+        Raises:
+            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a
+                kernel forced that cannot be used.
+            RuntimeError: a forced kernel that fails on this device when it is tried.
+            ContextError: more than this machine's memory; nothing was allocated.
+        """
+        options = CacheOptions.from_keywords(
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+            bias_split=bias_split,
+            kernels=kernels,
+            checkpoints=checkpoints,
+            kv_format=kv_format,
+        )
+        return self.reserve_cache(max_seq_len, options)
+
+    def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
+        """Reserve a cache stored with these options; see :meth:`make_cache`."""
+
+
+class LanguageModel(CacheMaker, Protocol):
     """Token ids in, logits out, through a cache. B batch, S new tokens.
 
     Attributes:
@@ -108,20 +152,6 @@ class LanguageModel(Protocol):
             SnapshotError: a file of another model.
         """
 
-    def make_cache(self, max_seq_len: int | None = None, **fields: Unpack[CacheFields]) -> ModelCache:
-        """Reserve a cache for ``max_seq_len`` tokens of a sequence; at 0 bits they keep the compute dtype.
-
-        Args:
-            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
-            fields: kv_bits, kv_group_size, bias_split and kernels, of :class:`kvant.cache.CacheOptions`.
-
-        Raises:
-            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a
-                kernel forced that cannot be used.
-            RuntimeError: a forced kernel that fails on this device when it is tried.
-            ContextError: more than this machine's memory; nothing was allocated.
-        """
-
     def make_pool(
         self,
         tokens: int,
@@ -129,7 +159,7 @@ class LanguageModel(Protocol):
         sequences: int,
         max_seq_len: int | None = None,
         prefill_step_size: int = 512,
-        **fields: Unpack[CacheFields],
+        options: CacheOptions = DEFAULT_OPTIONS,
     ) -> Pool:
         """Reserve a pool for many sequences; at 0 bits they keep the compute dtype.
 
@@ -140,7 +170,7 @@ class LanguageModel(Protocol):
             max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's
                 context.
             prefill_step_size: new tokens of one sequence in a step, at most.
-            fields: as in :meth:`make_cache`.
+            options: how they are stored.
 
         Raises:
             ModelError: the model takes one sequence at a time; nothing was reserved.

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from kvant.cache import ModelCache
+from kvant.cache.options import CacheOptions
 from kvant.cache.paged_layers import PageTable
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, Waiting, place_rows
@@ -62,10 +63,11 @@ class Follower:
                 del self._caches[dropped]
         number = message["number"]
         if "make" in message:
+            sizes, options = message["sizes"], CacheOptions.from_json(message["options"])
             if message["make"] == "pool":
-                self._pools[number] = self._part.make_pool(**message["options"])
+                self._pools[number] = self._part.make_pool(**sizes, options=options)
             else:
-                self._caches[number] = self._part.make_cache(**message["options"])
+                self._caches[number] = self._part.reserve_cache(**sizes, options=options)
             return []
         call = message["call"]
         if call not in CALLS:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
@@ -10,12 +11,13 @@ import mlx.core as mx
 
 from kvant.cache import KVCache, ModelCache
 from kvant.cache.identity import Identity
-from kvant.cache.kv_format import PMX, KVFormat
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import RanksError, one_line
 from kvant.models import LanguageModel
 from kvant.models.inputs import Cached, Offset
+from kvant.models.language_model import CacheMaker
 from kvant.ranks.group import Ranks, Traffic
 from kvant.ranks.guard import Guard
 
@@ -23,7 +25,7 @@ Computed = TypeVar("Computed", mx.array, list[mx.array])
 NOTICED_S = 1.0  # for the guard, which knows whether another rank is gone; MLX's error does not say so
 
 
-class Lead:
+class Lead(CacheMaker):
     """A :class:`kvant.models.LanguageModel` that is computed by all ranks.
 
     The others compute the same steps on their parts, and have no tokens of their own to choose: ids are in
@@ -82,28 +84,28 @@ class Lead:
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         return self.part.check_cache(cache)
 
-    def make_cache(self, max_seq_len: int | None = None, **options: Any) -> ModelCache:
+    def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
         """Reserve a cache on every rank."""
-        cache = self.part.make_cache(max_seq_len, **options)
-        self._told_made(cache.pool, "cache", {"max_seq_len": max_seq_len, **options})
+        cache = self.part.reserve_cache(max_seq_len, options)
+        self._told_made(cache.pool, "cache", {"max_seq_len": max_seq_len}, options)
         return cache
 
-    def make_pool(self, tokens: int, **options: Any) -> Pool:
+    def make_pool(self, tokens: int, *, options: CacheOptions = DEFAULT_OPTIONS, **sizes: Any) -> Pool:
         """Reserve a pool on every rank."""
-        pool = self.part.make_pool(tokens, **options)
-        self._told_made(pool, "pool", {"tokens": tokens, **options})
+        pool = self.part.make_pool(tokens, **sizes, options=options)
+        self._told_made(pool, "pool", {"tokens": tokens, **sizes}, options)
         return pool
 
-    def _told_made(self, made: object, kind: str, options: dict[str, Any]) -> None:
+    def _told_made(self, made: object, kind: str, sizes: dict[str, Any], options: CacheOptions) -> None:
         """Have the others make the same. The others do not know the model's digest, which was checked
         here.
         """
-        if options.get("kv_format") not in (None, PMX):
-            options["kv_format"] = KVFormat.of(options["kv_format"]).as_json() | {"model": ""}
+        if options.kv_format is not None:
+            options = replace(options, kv_format=replace(options.kv_format, model=""))
         number = self._made
         self._made += 1
         with self._whole():
-            self._tell({"make": kind, "number": number, "options": options})
+            self._tell({"make": kind, "number": number, "sizes": sizes, "options": options.as_json()})
             self._guard.gather([])
         self._numbers[made] = number
         finalize(made, self._dropped.append, number)

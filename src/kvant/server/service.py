@@ -168,5 +168,5 @@ def make_pool(settings: Settings, model: LanguageModel) -> Pool:
         sequences=settings.sequences,
         max_seq_len=tokens,
         prefill_step_size=settings.prefill_step_size,
-        **settings.cache.fields,
+        options=settings.cache,
     )

@@ -296,7 +296,7 @@ def test_it_is_what_a_pool_reserves(kind: str, tmp_path: Path) -> None:
     checkpoint, known = read_folder(tmp_path / "model"), split_pairs(model) or None
     cases = [(8, 3, 8, 512), (200, 2, 0, 32), (1000, 8, 4, 64)]
     for tokens, n, bits, step in count(cases[1:], cases):
-        options = {"kv_bits": bits, "max_seq_len": tokens, "prefill_step_size": step}
+        options = {"options": CacheOptions(bits), "max_seq_len": tokens, "prefill_step_size": step}
         rows = -(-tokens // 128) * 128
         whole, more, half = (
             model.make_pool(size, sequences=sequences, **options).nbytes
@@ -329,7 +329,10 @@ def test_the_command(pocket: tuple[Decoder, Any]) -> None:
     flags = ["plan", "--device", "cpu", "--max-kv-size", "1000", "--sequences", "8", "--no-kv-bias-split"]
     record = json.loads(call(*flags, "--json").stdout)
     pool, more = (
-        pocket[0].make_pool(n * 1024, sequences=n, max_seq_len=1000, bias_split=False).nbytes for n in (8, 9)
+        pocket[0]
+        .make_pool(n * 1024, sequences=n, max_seq_len=1000, options=CacheOptions(bias_split=False))
+        .nbytes
+        for n in (8, 9)
     )
     assert (record["sequences"], record["bytes"]["cache"]) == (8, pool)
     assert record["bytes"]["sequence"] == more - pool

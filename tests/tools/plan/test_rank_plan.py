@@ -122,8 +122,8 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     pairs = split_pairs(loaded)
     assert len({*pairs}) > 1
     chosen = Settings(CacheOptions(bits, 16))
-    options = chosen.cache.fields
-    each = [layer.nbytes for layer in loaded.make_cache(90, **options)]
+    options = chosen.cache
+    each = [layer.nbytes for layer in loaded.reserve_cache(90, options)]
     layers = RankPlanner(checkpoint, machines(10**9, 10**9, 10**9), "pipeline", chosen).plan(90).layers
 
     def cache(rank: int, own: range, settings: Settings) -> int:
@@ -132,7 +132,7 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
 
     found = [cache(rank, own, chosen) for rank, own in enumerate(layers)]
     assert found == [sum(each[own.start : own.stop]) for own in layers]
-    pool = loaded.make_pool(3 * 128, sequences=3, max_seq_len=90, **options)
+    pool = loaded.make_pool(3 * 128, sequences=3, max_seq_len=90, options=options)
     pooled = [
         cache(rank, own, replace(chosen, sequences=3)) for rank, own in enumerate((range(2), range(2, 4)))
     ]
@@ -142,7 +142,7 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     for share, made in zip(shares(checkpoint.config, 2), tensor, strict=True):
         part = Decoder(load_part(tmp_path, share=share))
         known = plan(checkpoint.share(share), max_kv_size=90, settings=chosen, split_pairs=split_pairs(part))
-        assert known.cache == part.make_cache(90, **options).nbytes
+        assert known.cache == part.reserve_cache(90, options).nbytes
         assert made.weights == known.weights
 
 
@@ -259,7 +259,7 @@ from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, split_pair
 ranks = connect("ring")
 for folder, parallel, tokens, options in json.loads(sys.argv[1]):
     settings = Settings(CacheOptions(kv_bits=options.pop("kv_bits", 8)), **options)
-    step, count, stored = settings.prefill_step_size, settings.sequences, settings.cache.fields
+    step, count, stored = settings.prefill_step_size, settings.sequences, settings.cache
     machines = [Machine("cpu", 10**10, 10**10, "a test")] * ranks.size
     made = RankPlanner(Checkpoint.from_folder(Path(folder)), machines, parallel, settings).plan(tokens)
     mx.clear_cache()
@@ -269,11 +269,11 @@ for folder, parallel, tokens, options in json.loads(sys.argv[1]):
     model = load_stage(Path(folder), ranks, layers) if layers else load_tensor(Path(folder), ranks)
     ids = [7 * i % 90 for i in range(tokens)]
     if count is None:
-        held = model.make_cache(tokens, **stored)
+        held = model.reserve_cache(tokens, stored)
         prompts, together = [lambda: held], lambda: held
     else:
         rows = -(-tokens // 128) * 128
-        held = model.make_pool(count * rows, sequences=count, max_seq_len=tokens, prefill_step_size=step, **stored)
+        held = model.make_pool(count * rows, sequences=count, max_seq_len=tokens, prefill_step_size=step, options=stored)
         opened = [held.sequence(tokens) for _ in range(count)]
         prompts, together = [lambda one=one: held.batch([one]) for one in opened], lambda: held.batch(opened)
     for cache in prompts:

@@ -15,6 +15,7 @@ import mlx.core as mx
 from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import PMX
+from kvant.cache.options import CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import DraftCounts, Drafts, drafts_of
@@ -54,16 +55,16 @@ class Kvant:
         self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read
         self.drafts: DraftCounts | None = None  # of the last run; None: there are none
         self._spec, self._prefill_step_size = spec, prefill_step_size
-        self._cache_options: dict[str, Any] = {
-            "kv_bits": spec.kv_bits or 0,
-            "kv_group_size": spec.kv_group_size,
-            "kernels": spec.kernels,
-        }
-        if spec.kv_format == PMX:
-            self._cache_options["kv_format"] = PMX
-        elif spec.kv_format is not None:
+        if spec.kv_format in (None, PMX):
+            self._cache_options = CacheOptions.from_keywords(
+                kv_bits=spec.kv_bits or 0,
+                kv_group_size=spec.kv_group_size,
+                kernels=spec.kernels,
+                kv_format=spec.kv_format,
+            )
+        else:
             self._model.identity = identity
-            self._cache_options = {"kv_format": spec.kv_format, "kernels": spec.kernels}
+            self._cache_options = CacheOptions.from_keywords(kv_format=spec.kv_format, kernels=spec.kernels)
         self._cache: ModelCache | None = None
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, *, ahead: int = 1) -> Tokens:
@@ -71,7 +72,7 @@ class Kvant:
         queued.
         """
         self._cache = None  # frees the last run's before the next is reserved
-        cache = self._cache = self._model.make_cache(len(prompt) + max_tokens, **self._cache_options)
+        cache = self._cache = self._model.reserve_cache(len(prompt) + max_tokens, self._cache_options)
         drafts: Drafts | ModelDrafts | None
         if self._draft_model is None:
             drafts = drafts_of(self._spec.draft)
@@ -93,7 +94,7 @@ class Kvant:
             return
         tokens = sum(pages_for(len(prompt) + max_tokens) for prompt in prompts) * PAGE_SIZE
         sizes: dict[str, Any] = {"sequences": len(prompts), "prefill_step_size": self._prefill_step_size}
-        pool = self._model.make_pool(tokens, **sizes, **self._cache_options)
+        pool = self._model.make_pool(tokens, **sizes, options=self._cache_options)
         scheduler = Scheduler(self._model, pool, max_batch=len(prompts))
         numbers = {Request(prompt, max_tokens): number for number, prompt in enumerate(prompts)}
         for new in scheduler.answer([*numbers]):

@@ -91,7 +91,7 @@ def engine_specs(
             if kv_format == PMX:
                 stored = FITTED_BITS, _group_size(name, kv_group_size, head_dim)
             else:
-                own = CacheOptions.of(kv_format=kv_format)
+                own = CacheOptions.from_keywords(kv_format=kv_format)
                 stored = own.kv_bits, own.kv_group_size
             specs.append(EngineSpec(name, *stored, dtype, OPENBLAS in settings, kernels, kv_format=kv_format))
         for bits in [0] if streams and name == "mlx-lm" else kv_bits:

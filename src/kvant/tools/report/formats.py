@@ -43,7 +43,7 @@ class CacheFormat(CacheOptions):
         return f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size}{whole}{pmx}"
 
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
-        return model.make_cache(max_seq_len, **self.fields)
+        return model.reserve_cache(max_seq_len, self)
 
     def bytes_per_token(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left

@@ -124,7 +124,7 @@ def answer_after_hit(
         return []
     most = max(len(dialogue.ids) for dialogue in dialogues)
     sizes = {"sequences": 1, "max_seq_len": most, "prefill_step_size": _step_size(model, STEP_SIZE)}
-    pool, right = model.make_pool(2 * most, **sizes, **cache.fields), []
+    pool, right = model.make_pool(2 * most, **sizes, options=cache), []
     for dialogue in dialogues:
         ids, begin = list(dialogue.ids), dialogue.answers[0][0]
         for end in (begin, len(ids)):

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.cache.kv_format import MAX_EXPONENT, KVFormat, LayerChoice
+from kvant.cache.options import CacheOptions
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.operators.front import Front
@@ -213,7 +214,7 @@ def measured(
 
 def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
     """Of each layer that keeps keys and values."""
-    cache = model.make_cache(len(text.pieces[0]), kv_bits=0)
+    cache = model.reserve_cache(len(text.pieces[0]), CacheOptions(0))
     watched = []
     for layer in cache.pool.layers:
         watched.append(Watched("watched", layer.front.bias_split))
