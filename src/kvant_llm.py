@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llm.parts import StreamEvent
 
     from kvant.engine.conversation import Conversation
-    from kvant.engine.sampling import SamplingOptions
+    from kvant.engine.sampling import Sampling
     from kvant.models import LanguageModel
     from kvant.text.tokenizer import Tokenizer
 
@@ -170,7 +170,7 @@ def _load(name: str) -> "tuple[LanguageModel, Tokenizer]":
     return _loaded[name]
 
 
-def _sampling(options: KvantOptions, name: str) -> "SamplingOptions":
+def _sampling(options: KvantOptions, name: str) -> "Sampling":
     """What was given, over what the model's authors set."""
     from kvant.engine.load import find_model
     from kvant.engine.sampling import NEUTRAL, SamplingOptions, read_model_sampling

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.sampling import FILE, NEUTRAL, SamplingOptions, read_model_sampling
+from kvant.engine.sampling import FILE, NEUTRAL, Sampling, SamplingOptions, read_model_sampling
 
 NAMES = {"temp": "temperature", "top_p": "top-p", "min_p": "min-p", "top_k": "top-k"}  # for a person
 
@@ -28,7 +28,7 @@ def drawn_seed() -> int:
 
 def in_force(
     given: SamplingOptions, of_the_model: Mapping[str, float], origins: Mapping[str, Any]
-) -> SamplingOptions:
+) -> Sampling:
     """The options with the model's under them; a size of the config file's without a penalty counts for
     nothing.
     """
@@ -40,7 +40,7 @@ def in_force(
 
 def describe_sampling(
     given: SamplingOptions,
-    used: SamplingOptions,
+    used: Sampling,
     of_the_model: Mapping[str, float],
     origins: Mapping[str, tuple[Any, str]],
 ) -> str:

@@ -101,11 +101,11 @@ class Session:
         says all.
         """
         of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
-        given, wanted = wanted, in_force(wanted, of_the_model, self.origins)
-        if wanted.temp and wanted.seed is None:
-            wanted = replace(wanted, seed=drawn_seed() if drawn is None else drawn)
-        self.sampling_line = describe_sampling(given, wanted, of_the_model, self.origins)
-        return wanted.build_for(self.tokenizer, self.model.config.vocab_size)
+        used = in_force(wanted, of_the_model, self.origins)
+        if used.temp and used.seed is None:
+            used = replace(used, seed=drawn_seed() if drawn is None else drawn)
+        self.sampling_line = describe_sampling(wanted, used, of_the_model, self.origins)
+        return used.build_for(self.tokenizer, self.model.config.vocab_size)
 
     def describe_cache(self) -> str:
         kind = describe_formats(self.cache.pool.formats)

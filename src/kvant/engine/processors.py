@@ -3,7 +3,7 @@ values.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -22,6 +22,11 @@ class Bias:
 
     tokens: tuple[int, ...]
     values: tuple[float, ...]
+    vocab_size: int | None = field(default=None, compare=False)  # that it is for; None: any
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is not None:
+            self.check(self.vocab_size)
 
     def __call__(self, tokens: Tokens, logits: mx.array) -> mx.array:
         return logits.at[:, mx.array(self.tokens)].add(mx.array(self.values))
@@ -81,6 +86,13 @@ def _replaced(logits: mx.array, ids: mx.array, values: mx.array) -> mx.array:
     changed = mx.array(logits)  # assignment rebinds the array object it is made to
     changed[:, ids] = values
     return changed
+
+
+def changing(bias: Bias, repetition: Repetition, *penalties: _Penalty) -> list[LogitsProcessor]:
+    """Return those that change a logit."""
+    found: list[LogitsProcessor] = [bias] if bias.tokens else []
+    found += [repetition] if repetition.penalty != 1 else []
+    return [*found, *(each for each in penalties if each.penalty)]
 
 
 KINDS = (Bias, Repetition, Presence, Frequency)  # kvant's own, in a request's order

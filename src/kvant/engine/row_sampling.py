@@ -86,11 +86,15 @@ class Sampled:
 
 
 def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
-    """Raise a ValueError for an option that the vocabulary is too small for, or what is no function."""
+    """Raise a ValueError for an option that the vocabulary is too small for, or what is no function.
+
+    One that was made for this vocabulary is not looked at again.
+    """
     functions: list[object] = [sampler, *processors]
     for each in functions:
         if isinstance(each, SeededSampler | Bias):
-            each.check(vocab_size)
+            if each.vocab_size != vocab_size:
+                each.check(vocab_size)
         elif not callable(each):
             raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
 

@@ -35,8 +35,13 @@ class SeededSampler:
     seed: int | None  # None: every run draws one
     # where a run without a seed takes one: MLX's random state, or the operating system
     follows_mlx: bool = False
+    vocab_size: int | None = field(default=None, kw_only=True, compare=False)  # that it is for; None: any
     # rows of calls
     _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is not None:
+            self.check(self.vocab_size)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log-probabilities (B, vocab) -> tokens (B,), in loops that tell no position, such as mlx-lm's.

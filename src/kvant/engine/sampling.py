@@ -1,12 +1,19 @@
 """What a request can ask of sampling: mlx-lm's options and distributions, and a seed of its own."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kvant.engine.processors import CONTEXT_SIZE, Bias, Frequency, LogitsProcessor, Presence, Repetition
-from kvant.engine.row_sampling import check_options
+from kvant.engine.processors import (
+    CONTEXT_SIZE,
+    Bias,
+    Frequency,
+    LogitsProcessor,
+    Presence,
+    Repetition,
+    changing,
+)
 from kvant.engine.sampler import Sampler, SeededSampler, greedy
 from kvant.errors import ArgumentError, ModelError
 from kvant.fields import shown
@@ -52,8 +59,8 @@ def _option(values: Range, text: str, needs: str = "", *, default: Any = None) -
 class SamplingOptions:
     """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
 
-    None is an option that was not given: :meth:`filled` says what holds then. A value outside its range is
-    refused, and an option that would have no effect.
+    None is an option that was not given: :meth:`filled` says what holds then. Values are checked here, once: one
+    outside its range is refused, and so is an option that would have no effect.
     """
 
     temp: float | None = _option(
@@ -110,22 +117,26 @@ class SamplingOptions:
         check_ranges(**{name: getattr(self, name) for name in OPTIONS})
         for name in OFF:
             object.__setattr__(self, name, without_off(name, getattr(self, name)))
-        given = {name: getattr(self, name) for name in OPTIONS}
+        self.check_effects()
+
+    def check_effects(self) -> None:
+        """Refuse an option that has no effect with the others; what was not given may still come."""
         for name, option in OPTIONS.items():
             needs = option.metadata["needs"]
-            if not needs or not self.changes(name) or given[needs] is None or self.changes(needs):
+            if not needs or not self.changes(name) or getattr(self, needs) is None or self.changes(needs):
                 continue
+            value = getattr(self, name)
             if needs == "temp":
-                raise ArgumentError(name, f"is {given[name]}, which has no effect at temperature 0")
-            raise ArgumentError(name, f"is {given[name]}, which has no effect without", needs)
+                raise ArgumentError(name, f"is {value}, which has no effect at temperature 0")
+            raise ArgumentError(name, f"is {value}, which has no effect without", needs)
 
     def changes(self, name: str) -> bool:
         """Whether an option is given with a value that is not the one of its absence."""
         value = getattr(self, name)
         return value is not None and value != NEUTRAL.get(name, OPTIONS[name].default)
 
-    def filled(self, of_the_model: Mapping[str, Any] | None = None) -> "SamplingOptions":
-        """What is in force: these options and, where one was not given, the model's, else the neutral value.
+    def filled(self, of_the_model: Mapping[str, Any] | None = None) -> "Sampling":
+        """Return what is in force: these options and, if one was not given, the model's or the neutral value.
 
         Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1
         where that is none or 0. At temperature 0 the model's options, of :func:`read_model_sampling`, count
@@ -135,38 +146,57 @@ class SamplingOptions:
         temp = model.get("temp", 0.0) if self.temp is None else self.temp
         if self.temp is None and not temp and any(map(self.changes, NEEDS_TEMP)):
             temp = 1.0
-        found: dict[str, Any] = {"temp": temp}
+        found: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        found["temp"] = temp
         for name, neutral in NEUTRAL.items():
             if name != "temp" and getattr(self, name) is None:
                 found[name] = model.get(name, neutral) if temp or name not in NEEDS_TEMP else neutral
-        return replace(self, **found)
+        return Sampling(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling(SamplingOptions):
+    """The options in force, as :meth:`SamplingOptions.filled` makes them of values that were checked."""
+
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.check_effects()
 
     def build(
         self, vocab_size: int, special_tokens: Sequence[int] = ()
     ) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler and processors for these options, which are :meth:`filled`; XTC spares the special
-        tokens.
+        """Return the sampler and the processors; XTC spares the special tokens.
+
+        Raises:
+            ArgumentError: an option that the vocabulary is too small for.
         """
-        assert self.temp is not None and self.top_p is not None and self.min_p is not None  # noqa: PT018
-        assert self.top_k is not None
         sampler: Sampler = greedy
         if self.temp:
             threshold = XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold
             special = tuple(token for token in special_tokens if 0 <= token < vocab_size)
-            xtc = self.xtc_probability, threshold, special
             sampler = SeededSampler(
-                self.temp, self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k, *xtc, self.seed
+                self.temp,
+                self.top_p,
+                self.min_p,
+                self.min_tokens_to_keep,
+                self.top_k,
+                self.xtc_probability,
+                threshold,
+                special,
+                self.seed,
+                vocab_size=vocab_size,
             )
-        made = make_logits_processors(
-            self.logit_bias,
-            self.repetition_penalty,
-            self.repetition_context_size or CONTEXT_SIZE,
-            self.presence_penalty,
-            self.presence_context_size or CONTEXT_SIZE,
-            self.frequency_penalty,
-            self.frequency_context_size or CONTEXT_SIZE,
+        made = changing(
+            Bias(tuple(self.logit_bias), tuple(self.logit_bias.values()), vocab_size),
+            Repetition(self.repetition_penalty, self.repetition_context_size or CONTEXT_SIZE),
+            Presence(self.presence_penalty, self.presence_context_size or CONTEXT_SIZE),
+            Frequency(self.frequency_penalty, self.frequency_context_size or CONTEXT_SIZE),
         )
-        check_options(sampler, made, vocab_size)
         return sampler, made
 
     def build_for(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[Sampler, list[LogitsProcessor]]:
@@ -227,17 +257,14 @@ def make_logits_processors(
         presence_context_size=presence_context_size,
         frequency_context_size=frequency_context_size,
     )
-    made: list[LogitsProcessor] = []
-    check_bias(logit_bias or {})
-    if logit_bias:
-        made.append(Bias(tuple(logit_bias), tuple(logit_bias.values())))
-    if repetition_penalty and repetition_penalty != 1:
-        made.append(Repetition(repetition_penalty, repetition_context_size))
-    if presence_penalty:
-        made.append(Presence(presence_penalty, presence_context_size))
-    if frequency_penalty:
-        made.append(Frequency(frequency_penalty, frequency_context_size))
-    return made
+    biases = logit_bias or {}
+    check_bias(biases)
+    return changing(
+        Bias(tuple(biases), tuple(biases.values())),
+        Repetition(repetition_penalty or 1.0, repetition_context_size),
+        Presence(presence_penalty or 0.0, presence_context_size),
+        Frequency(frequency_penalty or 0.0, frequency_context_size),
+    )
 
 
 def in_range(name: str, value: object) -> bool:

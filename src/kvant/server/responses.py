@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from kvant.engine.sampling import SamplingOptions
+from kvant.engine.sampling import Sampling
 from kvant.errors import ArgumentError
 from kvant.server.body import (
     DraftField,
@@ -640,9 +640,7 @@ class ResponseStream(Encoder):
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
 
-def _response(
-    model: str, body: ResponsesBody, generation: Generation, sampling: SamplingOptions
-) -> dict[str, Any]:
+def _response(model: str, body: ResponsesBody, generation: Generation, sampling: Sampling) -> dict[str, Any]:
     """A response before its first token, with what is in force for it."""
     reasoning, text, choice = body.reasoning or Reasoning(), body.text or TextConfig(), generation.tool_choice
     form = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
