@@ -224,7 +224,7 @@ class _Machine(RuleBasedStateMachine):
                 expected = layer.attend(
                     query[b][:, looked], places, numbers[b], None if mask is None else mask[looked]
                 )
-                least = FITTED if 4 in layer.format.bits.values() else TOLERANCE
+                least = FITTED if 4 in layer.format.bits else TOLERANCE
                 assert np.abs(np.array(given[b])[:, looked] - expected).max() < least * np.abs(expected).max()
         if fate == "abandoned":
             return True

@@ -265,7 +265,7 @@ class BridgedLayer:
             self.attends = rows is not None and self.attends is not False
             if rows is None:
                 return None
-            return attend_rows(scaled, self.layer.arrays, rows, **own.bits, sinks=sinks)
+            return attend_rows(scaled, self.layer.arrays, rows, **own.bit_operands, sinks=sinks)
         if mx.default_device().type != mx.cpu:
             return attend_as_mlx(query, key, value, scale=scale, mask=mask, sinks=sinks)
         causal = isinstance(mask, str)
@@ -300,7 +300,7 @@ class BridgedLayer:
     def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
         """Write new tokens. Returns them as they are stored, where they wait."""
         own, arrays, B = self.layer.format, self.layer.arrays, len(rows.runs)
-        form: dict[str, Any] = own.bits | {"quant_group": own.kv_group_size}
+        form = own.operands
         if rows.new is None:
             waiting = fitted_tokens(keys, values, arrays, **form, alone=True)
             self._unwritten[self.part].append((self.layer, waiting))
@@ -311,7 +311,7 @@ class BridgedLayer:
 
     def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:
         step, arrays, own = self.step, self.layer.arrays, self.layer.format
-        form: dict[str, Any] = own.bits | {"dtype": dtype, "key_dim": own.head_dim}
+        form: dict[str, Any] = own.bit_operands | {"dtype": dtype, "key_dim": own.head_dim}
         if step.is_alone:
             copy = own.kv_bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
             return read_rows(arrays, step.rows.runs[0], waiting, **form, copy=copy)
@@ -337,5 +337,5 @@ class BridgedLayer:
                 mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden)
             options |= {"mask": mask, "is_causal": False}
         own = self.layer.format
-        options |= own.bits | {"quant_group": own.kv_group_size}
+        options |= own.operands
         return attend_pages(query, self.layer.arrays, pages, **options, backend=backend)

@@ -210,9 +210,19 @@ class LayerFormat:
         return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in given.items()}
 
     @property
-    def bits(self) -> dict[str, Any]:
-        """Of keys and of values, as the operators take them."""
+    def bits(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.kv_bits, self.value_bits
+
+    @property
+    def bit_operands(self) -> dict[str, Any]:
+        """The bits by the operators' names for them, which are PMX's."""
         return {"quant_bit": self.kv_bits, "value_bit": self.value_bits}
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        """The bits and the group by the operators' names for them."""
+        return self.bit_operands | {"quant_group": self.kv_group_size}
 
     @property
     def has_tokens(self) -> bool:

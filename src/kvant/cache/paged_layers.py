@@ -13,7 +13,6 @@ from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
 from kvant.operators.dispatch import resolve
 from kvant.operators.front import Front
-from kvant.operators.kernels.attend import unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
 
@@ -380,8 +379,7 @@ def kernel_of(
         window=None if own.kind == "chunks" else own.window,
         value_bit=own.value_bits,
     )
-    form = {"quant_bit": use.quant_bit, "quant_group": use.quant_group, "value_dim": use.value_dim}
-    return use, resolve(kernels, unsupported_reason((1, 1, 1, use.head_dim), **form), [use])
+    return use, resolve(kernels, use.unsupported_reason, [use])
 
 
 def window_pages(window: int | None, step_size: int) -> float:

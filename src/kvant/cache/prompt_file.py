@@ -41,7 +41,7 @@ class PromptCacheFile(Sequence[KVCache]):
 
     def _read(self, reserve_cache: ReserveCache) -> ModelCache:
         layers = [layer for layer in self.header.layers if layer.has_tokens]
-        kv_bits = max((max(layer.bits.values()) for layer in layers), default=0)
+        kv_bits = max((max(layer.bits) for layer in layers), default=0)
         try:
             options = CacheOptions(
                 kv_bits,
@@ -101,7 +101,7 @@ class PlainCacheFile(PromptCacheFile):
                         f"{self._path}: layer {number} has keys and values of {given}; expected {shapes}"
                     )
                 keys = layer.front.keys(keys)
-                stored = fitted_tokens(keys, values, layer.arrays, quant_bit=0, quant_group=0, alone=True)
+                stored = fitted_tokens(keys, values, layer.arrays, **kept.operands, alone=True)
                 made.sequence.put(layer, stored, length)
         self._layers = []
         return made

@@ -152,8 +152,7 @@ def check_given(
     """Refuse what a cache of the caller's is not; None: nothing is said of it."""
     said = [("max_kv_size", max_kv_size, cache.max_seq_len)]
     said += [
-        ("kv_bits", kv_bits, own)
-        for own in {own for each in cache.pool.formats for own in each.bits.values()} or {0}
+        ("kv_bits", kv_bits, own) for own in {own for each in cache.pool.formats for own in each.bits} or {0}
     ]
     for own in cache.pool.formats:
         # A bridged layer whose widths the group does not divide has a smaller one.

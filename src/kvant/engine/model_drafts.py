@@ -56,7 +56,7 @@ class ModelDrafts:
         """
         check_drafts(self, pool)
         config, formats = self.model.config, pool.formats
-        bits = max((max(own.bits.values()) for own in formats), default=0)
+        bits = max((max(own.bits) for own in formats), default=0)
         group = max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE
         chosen = draft_format(config, replace(self.options.at(bits), kv_group_size=group))
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len

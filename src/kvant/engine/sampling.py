@@ -59,8 +59,8 @@ def _option(values: Range, text: str, needs: str = "", *, default: Any = None) -
 class SamplingOptions:
     """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
 
-    None is an option that was not given: :meth:`filled` says what holds then. Values are checked here, once: one
-    outside its range is refused, and so is an option that would have no effect.
+    None is an option that was not given: :meth:`filled` says what holds then. Values are checked here, once:
+    one outside its range is refused, and so is an option that would have no effect.
     """
 
     temp: float | None = _option(

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE, threadgroup_shape
+from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE, threadgroup_shape, unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_kernel import attend_fused, attend_pages, step_pages
@@ -73,6 +73,16 @@ class KernelUse:
     def bits(self) -> dict[str, Any]:
         """As the operators take them."""
         return {"quant_bit": self.quant_bit, "value_bit": self.value_bit}
+
+    @property
+    def unsupported_reason(self) -> str | None:
+        """Why the kernel does not take the layer's decode step; None: it takes it."""
+        return unsupported_reason(
+            (1, 1, 1, self.head_dim),
+            quant_bit=self.quant_bit,
+            quant_group=self.quant_group,
+            value_dim=self.value_dim,
+        )
 
     def __str__(self) -> str:
         values = "" if self.value_dim == self.head_dim else f" with values of {self.value_dim}"
