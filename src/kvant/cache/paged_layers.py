@@ -1,13 +1,12 @@
 """The arrays of a pool's layers, and the pages that a sequence has in them."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvant.cache.layer_format import DTYPES, SLACK, LayerFormat
+from kvant.cache.layer_format import DTYPES, LayerFormat
 from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
@@ -77,14 +76,12 @@ class PoolLayer:
 
 
 class PagedLayers:
-    """The layers that share page tables: those that see all tokens, or those of one window width.
+    """The layers that share page tables; here those that see all tokens.
 
-    Without a window a sequence is given all its pages when it is opened, as far as pages are free. The others
-    are
-    promised: until it writes there, beginnings that nobody reads now stay in them. With a window its pages
-    move along: a page whose rows all left the window, and the 16 tokens before it that it may go back, is
-    given back, and one is taken for new rows. How many it may have at once is promised when it is opened. The
-    promises to all sequences are never more than there are pages. So a page is always found.
+    A sequence is given all its pages when it is opened, as far as pages are free. The others are promised:
+    until the sequence writes there, prefixes that nobody reads now stay in them. The promises to all
+    sequences are never more than there are pages, so a page is always found.
+    :class:`~kvant.cache.window_layers.WindowLayers` are the layers of one window width.
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.
@@ -92,73 +89,62 @@ class PagedLayers:
         layers: their rows.
         pages: of each of these layers.
         prefix: the pages that new sequences may share.
-        promised: pages that sequences may have, with a window; without one, those of them that they have not
-            got yet.
+        promised: pages that sequences may have but have not been given.
         is_fused: whether the fused kernel takes steps of a few tokens.
         copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
     """
 
+    window: int | None = None
+    in_chunks = False
+
     def __init__(
         self,
-        window: int | None,
         layers: Sequence[PoolLayer],
         num_pages: int,
-        step_size: int,
         checkpoints: int = 0,
         *,
         logs_copies: bool = False,
     ) -> None:
         """Make the tables' common part.
 
-        ``step_size``: new tokens of a sequence in one step, at most. ``checkpoints``: of the prefix index.
-        ``logs_copies``: note copies of pages in :attr:`copied`.
+        ``checkpoints``: of the prefix index. ``logs_copies``: note copies of pages in :attr:`copied`.
         """
-        self.window = window
-        self.in_chunks = window is not None and any(layer.format.kind == "chunks" for layer in layers)
         self.layers = tuple(layers)
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages, checkpoints)
         self.promised = 0
         self.copied: list[tuple[int, int, int]] | None = [] if logs_copies else None
         self.is_fused = any(layer.backend is not None for layer in layers)
-        self._window_pages = window_pages(window, step_size)
 
     def limit(self, max_tokens: int) -> int:
-        """Pages that a sequence may have at once."""
-        return int(min(pages_for(max_tokens), self._window_pages))
-
-    def _table(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
-        return PageTable(
-            first, [*pages], self.limit(max_tokens), moves=self._window_pages < pages_for(max_tokens)
-        )
+        """Return the pages that a sequence may have at once."""
+        return pages_for(max_tokens)
 
     @property
     def num_free(self) -> int:
         """Pages that a new sequence could have: also those that only the prefix index holds."""
-        return self._room if self.window is None else self.pages.num - self.promised
+        return self._room
 
     @property
     def _room(self) -> int:
-        """Pages that are nobody's, or that only the index holds, and that are not promised where there is
-        no window.
-        """
-        return self.pages.num_free + self.prefix.num_idle - (self.promised if self.window is None else 0)
+        """Pages that can be taken now."""
+        return self.pages.num_free + self.prefix.num_idle - self.promised
 
     def first_seen(self, length: int) -> int:
-        """The first position that the query at position ``length`` sees."""
-        return 0 if self.window is None else max(0, length - self.window + 1)
+        """Return the first position that the query at position ``length`` sees."""
+        return 0
 
     def first_read(self, length: int) -> int:
-        """The first position that is read for it: of chunks, that of its own."""
-        if self.in_chunks and self.window is not None:
-            return length // self.window * self.window
+        """Return the first position that is read for the query at position ``length``."""
         return self.first_seen(length)
 
-    def seen(self, chain: Sequence[bytes], rest: int = 0) -> Sequence[bytes]:
-        """Of the digests of a text's pages those of the pages that the token ``rest`` tokens behind them
-        sees.
-        """
-        return chain[self.first_seen(len(chain) * PAGE_SIZE + rest) // PAGE_SIZE :]
+    def seen(self, page_hashes: Sequence[bytes], rest: int = 0) -> Sequence[bytes]:
+        """Return the hashes of a text's pages that the token ``rest`` tokens behind them sees."""
+        return page_hashes[self.first_seen(len(page_hashes) * PAGE_SIZE + rest) // PAGE_SIZE :]
+
+    def oldest_length(self, table: PageTable) -> int:
+        """Return the shortest length, except 0, that a table has the rows to go back to."""
+        return 0
 
     def take_in(self, digest: bytes, before: bytes, ids: Sequence[int], held: Sequence[mx.array]) -> bool:
         """Have a page of a text in the index, whose rows are :meth:`page_rows`. Returns whether there was
@@ -172,13 +158,13 @@ class PagedLayers:
         self.pages.release([page])
         return True
 
-    def open(self, chain: Sequence[bytes], max_tokens: int, rest: int = 0) -> PageTable:
-        """Pages for ``max_tokens`` tokens, of which those under a chain of digests are shared.
+    def open(self, page_hashes: Sequence[bytes], max_tokens: int, rest: int = 0) -> PageTable:
+        """Return a table for ``max_tokens`` tokens that shares the pages with these hashes.
 
         ``rest``: tokens behind them that are to be copied.
         """
-        seen = self.seen(chain, rest)
-        table = self._table(max_tokens, (len(chain) - len(seen)) * PAGE_SIZE, self.prefix.hold(seen))
+        seen = self.seen(page_hashes, rest)
+        table = self._table(max_tokens, (len(page_hashes) - len(seen)) * PAGE_SIZE, self.prefix.hold(seen))
         return self._reserve(table, max_tokens)
 
     def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
@@ -210,47 +196,38 @@ class PagedLayers:
 
     def close(self, table: PageTable) -> None:
         """Give a table's pages back."""
-        self.promised -= table.limit - (len(table.pages) if self.window is None else 0)
+        self.promised -= self._missing(table)
         self.pages.release(table.pages)
         table.pages = []
         table.limit = 0
 
     def go_back(self, table: PageTable, length: int) -> None:
-        """Become a table of so many tokens."""
-        if self.first_seen(length) < table.first:  # of none
-            self.pages.release(table.pages)
-            table.first, table.pages = 0, []
+        """Become a table of so many tokens: later ones overwrite the rows behind them."""
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
         """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be
         written.
         """
-        if self.window is None:
-            self.make_room([table], [0], length)
-            return
-        self.pages.release(table.pages)
-        table.first, table.pages = max(first, self._first_kept(length) if table.moves else 0), []
-        table.pages = self._take(pages_for(length - table.start))
+        if first:
+            raise ValueError(
+                f"tokens before {first} are forgotten; a cache without a window needs all of them"
+            )
+        self.make_room([table], [0], length)
 
     def waits(self, table: PageTable, length: int, new_tokens: int) -> bool:
         """Whether new tokens would take the place of rows that they, or other tokens in their place, see."""
-        if not table.moves:
-            return False
-        return pages_for(length + new_tokens - max(table.start, self._first_kept(length))) > table.limit
+        return False
 
-    def move_to(self, table: PageTable, length: int) -> None:
-        """Have pages for so many tokens, and for what the last of them and those 16 before it see."""
-        self._move(table, length - 1, length)
+    def advance(self, table: PageTable, start: int, end: int) -> None:
+        """Have pages for the rows of positions ``start`` to ``end``."""
+        self._extend(table, end)
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
         """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is
         copied.
         """
         for table, length in zip(tables, lengths, strict=True):
-            if self.window is None:
-                self._extend(table, length + new_tokens)
-            else:
-                self._move(table, length, length + new_tokens)
+            self.advance(table, length, length + new_tokens)
         if not self.pages.num_shared:
             return
         written = [
@@ -281,34 +258,30 @@ class PagedLayers:
                 table.pages[number] = own
                 self.pages.release([page])
 
-    def _first_kept(self, length: int) -> int:
-        """The first row of the first page that a sequence of so many tokens, or up to 16 fewer, sees."""
-        return self.first_seen(max(0, length - SLACK)) // PAGE_SIZE * PAGE_SIZE
-
-    def _move(self, table: PageTable, start: int, end: int) -> None:
-        """Give back the pages that no query from 16 before position ``start`` on sees, and take those up
-        to ``end``.
-        """
-        first = self._first_kept(start) if table.moves else 0
-        if first > table.start:
-            gone = (first - table.start) // PAGE_SIZE
-            given = table.pages[:gone]
-            table.first, table.pages = first, table.pages[gone:]
-            self.pages.release(given)
-        self._extend(table, end)
+    def _table(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
+        return PageTable(first, [*pages], self.limit(max_tokens))
 
     def _extend(self, table: PageTable, end: int) -> None:
         """Take the pages of positions up to ``end`` that it has not got yet."""
         missing = max(0, pages_for(end - table.start) - len(table.pages))
         table.pages += self._take(missing)
-        if self.window is None:
-            self.promised -= missing
+        self.promised -= missing
+
+    def _missing(self, table: PageTable) -> int:
+        """Return the pages that are promised to a table."""
+        return table.limit - len(table.pages)
 
     def _reserve(self, table: PageTable, max_tokens: int) -> PageTable:
-        """The table with its pages, or with a promise of them; where there is neither, what it holds is
-        given back.
-        """
-        needed = table.limit if self.window is not None else table.limit - len(table.pages)
+        """Promise a new table its pages, and give it those that are free."""
+        self._promise(table, max_tokens)
+        self._extend(
+            table, table.start + min(len(table.pages) + self.pages.num_free, table.limit) * PAGE_SIZE
+        )
+        return table
+
+    def _promise(self, table: PageTable, max_tokens: int) -> None:
+        """Promise a new table its pages; give back those that it has, and raise, if there are too few."""
+        needed = self._missing(table)
         if needed > self.num_free:
             free = self.num_free
             self.pages.release(table.pages)
@@ -317,11 +290,6 @@ class PagedLayers:
                 f"are free"
             )
         self.promised += needed
-        if self.window is None:
-            self._extend(
-                table, table.start + min(len(table.pages) + self.pages.num_free, table.limit) * PAGE_SIZE
-            )
-        return table
 
     def _take(self, count: int) -> list[int]:
         if count > self.pages.num_free:
@@ -380,8 +348,3 @@ def kernel_of(
         value_bit=own.value_bits,
     )
     return use, resolve(kernels, use.unsupported_reason, [use])
-
-
-def window_pages(window: int | None, step_size: int) -> float:
-    """Pages that hold what steps of ``step_size`` tokens see through a window; without one any number."""
-    return math.inf if window is None else pages_for(window - 1 + SLACK + step_size) + 1

@@ -22,6 +22,7 @@ from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, close
 from kvant.cache.pool_size import check_sizes, pages_and_rows, pool_bytes, single_rows, single_sizes
 from kvant.cache.prefix import as_text, digests, extended, root
+from kvant.cache.window_layers import WindowLayers
 from kvant.errors import ContextError, SnapshotError
 from kvant.operators.front import Front
 from kvant.operators.rotary import Rotary
@@ -90,7 +91,7 @@ class Pool:
             PoolLayer(own, front, *kernel_of(own, kernels, dtype, num_heads, self.may_have_sinks))
             for own, front in zip(formats, fronts, strict=True)
         ]
-        parts = []
+        parts: list[PagedLayers] = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
         kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
         for window, kind in dict.fromkeys(kinds) or [(None, "")]:
@@ -102,16 +103,15 @@ class Pool:
             )
             for layer in of_part:
                 layer.allocate(rows)
-            parts.append(
-                PagedLayers(
-                    window,
-                    of_part,
-                    num_pages,
-                    prefill_step_size,
-                    checkpoints,
-                    logs_copies=divided and not single,
+            logs_copies = divided and not single  # the other ranks copy the same pages
+            if window is None:
+                parts.append(PagedLayers(of_part, num_pages, checkpoints, logs_copies=logs_copies))
+            else:
+                parts.append(
+                    WindowLayers(
+                        window, of_part, num_pages, prefill_step_size, checkpoints, logs_copies=logs_copies
+                    )
                 )
-            )
         self.turn = Turn()  # held by the thread that computes through the pool
         self.layers = tuple(layers)  # of the model, in order
         self.saved: Sequence[PoolLayer | State] = self.layers  # the same, with its states among them

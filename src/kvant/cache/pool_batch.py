@@ -200,7 +200,7 @@ class PoolBatch:
         for table, part in zip(sequence.tables, self.pool.parts, strict=True):
             if sequence.length <= self._start or part not in self.unwritten:
                 continue
-            part.move_to(table, sequence.length)
+            part.advance(table, sequence.length - 1, sequence.length)
             first = max(table.first, self._start)
             rows = runs(table.pages, first - table.start, sequence.length - table.start)
             for layer, arrays in self.unwritten[part]:

@@ -195,10 +195,13 @@ class PoolSequence:
         """The shortest length, except 0, that it can go back to exactly. A state goes back to nothing."""
         if self.pool.states:
             return self.length
+        return self._oldest_rows
+
+    @property
+    def _oldest_rows(self) -> int:
+        """The shortest length, except 0, whose rows are all there."""
         parts = zip(self.pool.parts, self.tables, strict=True)
-        return max(
-            (table.first + part.window - 1 for part, table in parts if part.window and table.first), default=0
-        )
+        return max(part.oldest_length(table) for part, table in parts)
 
     def fork(self, max_tokens: int | None = None) -> Self:
         """A sequence of its own with the same tokens. It shares their pages; what one writes the other never
@@ -372,10 +375,6 @@ class PoolSequence:
         try:
             for part, table in zip(self.pool.parts, self.tables, strict=True):
                 first = max((lost[layer] for layer in part.layers), default=0)
-                if first and part.window is None:
-                    raise ValueError(
-                        f"tokens before {first} are forgotten; a cache without a window needs all of them"
-                    )
                 part.begin_at(table, first, len(ids))
             yield
         except BaseException:
@@ -400,9 +399,8 @@ class PoolSequence:
         """The most tokens that it has had, as a file says it: rows before the last window's, and 16 more,
         are gone.
         """
-        parts = zip(self.pool.parts, self.tables, strict=True)
-        lost = [table.first + part.window + SLACK for part, table in parts if part.window and table.first]
-        return max(self.length, *lost) if lost else self.length
+        oldest = self._oldest_rows
+        return max(self.length, oldest + 1 + SLACK) if oldest else self.length
 
     def release(self) -> None:
         """Give its pages back. It cannot be used after it; to release it again does nothing.

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvant.cache.layer_format import SLACK, LayerFormat, stored_bytes
-from kvant.cache.paged_layers import window_pages
 from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.cache.window_layers import window_pages
 
 
 def pool_bytes(
@@ -37,7 +37,9 @@ def pages_and_rows(
     """Return the pages and rows of a layer: what the sequences and checkpoints can use of the tokens'
     pages.
     """
-    num_pages = int(min(pages_for(tokens), sequences * window_pages(window, step_size)))
+    num_pages = pages_for(tokens)
+    if window is not None:
+        num_pages = min(num_pages, sequences * window_pages(window, step_size))
     if single:  # rows for its tokens only, and no pages for checkpoints
         return num_pages, min(num_pages * PAGE_SIZE, tokens)
     num_pages += checkpoints * (1 if window is None else pages_for(window) + 1)
