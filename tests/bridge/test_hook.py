@@ -128,7 +128,7 @@ def test_tokens_that_wait_are_read_where_they_are(launches: list[Any]) -> None:
     layer = alone(512, window=9)
     _fetched(layer, 30)
     fetched = _fetched(layer, 300)
-    assert layer._cache.batch.waiting
+    assert layer._cache.batch.deferred.arrays
     tokens = fetched[0].shape[2]
     _check(layer, normal(3, 1, 6, 1, 64), fetched, scale=0.125, mask=(mx.arange(tokens) >= tokens - 9)[None])
 

@@ -13,8 +13,9 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.bridge import hook
+from kvant.cache.deferred_writes import DeferredWrites
 from kvant.cache.paged_layers import PagedLayers, PoolLayer
-from kvant.cache.pool_batch import PoolBatch, Waiting
+from kvant.cache.pool_batch import PoolBatch
 from kvant.operators.attention import attend_as_mlx, attend_tokens
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
@@ -157,11 +158,11 @@ class BridgedLayer:
     (:mod:`kvant.bridge.hook`).
     """
 
-    def __init__(self, unwritten: Waiting, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
-        """``unwritten``: the batch's, which holds the layer."""
+    def __init__(self, deferred: DeferredWrites, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
+        """``deferred``: the batch's, which holds the layer."""
         # Whether all of the model's attention to what it fetched was computed here, for each sequence alone.
         self.attends: bool | None = None
-        self._unwritten, self.part, self.layer = unwritten, part, layer
+        self._deferred, self.part, self.layer = deferred, part, layer
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
@@ -303,7 +304,7 @@ class BridgedLayer:
         form = own.operands
         if rows.new is None:
             waiting = fitted_tokens(keys, values, arrays, **form, alone=True)
-            self._unwritten[self.part].append((self.layer, waiting))
+            self._deferred.add(self.part, self.layer, waiting)
             return waiting
         backend = None if rows.pages is None else self.layer.backend
         write_rows(keys[:B], values[:B], arrays, rows.new, **form, backend=backend)

@@ -99,13 +99,13 @@ class BridgedBatch(PoolBatch):
         """Every array that the step changes: computed, the step is, whether its logits are or not."""
         rows = [array for layer in self.pool.layers for array in layer.arrays]
         states = [array for state in self._states for array in state.cache if array is not None]
-        return [*rows, *self.waiting, *states]
+        return [*rows, *self.deferred.arrays, *states]
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
         steps = {part: StepRows.of(self, part, inputs.shape[1]) for part in self.pool.parts}
         self.views = [
-            BridgedLayer(self.unwritten, part, layer, steps[part]) for part, layer in self.pool.places
+            BridgedLayer(self.deferred, part, layer, steps[part]) for part, layer in self.pool.places
         ]
         self._states = [
             self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)

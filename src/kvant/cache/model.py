@@ -296,9 +296,9 @@ class ModelCache(Sequence[Any]):
             return snapshot.restore(Path(path), self.sequence)
 
     def _check_whole(self) -> None:
-        """Raise unless it has all rows; write the tokens that wait."""
+        """Raise unless it has all rows; write what was deferred."""
         check_process()
         self.pool.check_whole()
         self.sequence.check_open()
         with self.pool.handing_out():
-            self.batch.settle()
+            self.batch.deferred.write()

@@ -214,8 +214,8 @@ class PagedLayers:
             )
         self.make_room([table], [0], length)
 
-    def waits(self, table: PageTable, length: int, new_tokens: int) -> bool:
-        """Whether new tokens would take the place of rows that they, or other tokens in their place, see."""
+    def must_defer(self, table: PageTable, length: int, new_tokens: int) -> bool:
+        """Return whether new tokens would take the place of rows that they, or others in their place, see."""
         return False
 
     def advance(self, table: PageTable, start: int, end: int) -> None:

@@ -1,12 +1,12 @@
 """What a model sees of a pool in one step: the sequences that take part."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
+from kvant.cache.deferred_writes import DeferredWrites
 from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence
@@ -15,13 +15,10 @@ from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
-from kvant.operators.paged_rows import PagedRows, put_rows
+from kvant.operators.paged_rows import PagedRows
 
-# new tokens, as a layer stores them
 if TYPE_CHECKING:
     from kvant.cache.pool import Pool
-
-Waiting = defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]]
 
 
 class AttentionCache(Protocol):
@@ -81,8 +78,8 @@ class PoolBatch:
         self.embeddings: mx.array | None = None
         self._next_embeddings: mx.array | None = None
         self._placed: dict[PagedLayers, PagedRows] = {}
-        self._start = 0  # the position of the first of the tokens that wait
-        self.unwritten = Waiting(list)  # of the layers that keep them until the step is committed
+        # Tokens that are written when the step is committed, through the window of a conversation.
+        self.deferred = DeferredWrites(self.sequences[0] if pool.single else None)
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]
@@ -125,24 +122,25 @@ class PoolBatch:
         """
         embeddings = self._next_embeddings
         self._next_embeddings = None  # a step that is refused takes them along
-        rows, S = inputs.shape
-        if rows != self.rows:
-            raise ValueError(f"inputs has {rows} sequences; expected {self.rows}")
+        num_rows, S = inputs.shape
+        if num_rows != self.rows:
+            raise ValueError(f"inputs has {num_rows} sequences; expected {self.rows}")
         if self.pool.prefill_step_size < S:
             raise ValueError(f"{S} new tokens in one step; the pool takes {self.pool.prefill_step_size}")
         with self.turn, self.pool.handing_out():
             for sequence in self.sequences:
                 sequence.check_room(S)
-            self.settle()
+            self.deferred.write()
             every = self.lengths
             lengths, placed = every[: len(self.sequences)], {}
             for number, part in enumerate(self.pool.parts):
                 tables = [sequence.tables[number] for sequence in self.sequences]
-                waits = self.pool.single and part.waits(tables[0], lengths[0], S)
-                if not waits:
+                rows = self.deferred.place(part, tables[0], S)
+                if rows is None:
                     part.make_room(tables, lengths, S)
-                placed[part] = place_rows(part, tables, lengths, S, waits=waits)
-            self._placed, self._start = placed, lengths[0]
+                    rows = place_rows(part, tables, lengths, S)
+                placed[part] = rows
+            self._placed = placed
             self.step = inputs
             self.embeddings = embeddings
             for sequence in self.sequences:
@@ -186,32 +184,11 @@ class PoolBatch:
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
-        self.settle()
+        self.deferred.write()
         self.step = None
         self.embeddings = None
         self._next_embeddings = None
         self._placed = {}
-
-    def settle(self) -> None:
-        """Write those of the tokens that wait which count by now; the others are gone."""
-        if not self.unwritten:
-            return
-        (sequence,) = self.sequences
-        for table, part in zip(sequence.tables, self.pool.parts, strict=True):
-            if sequence.length <= self._start or part not in self.unwritten:
-                continue
-            part.advance(table, sequence.length - 1, sequence.length)
-            first = max(table.first, self._start)
-            rows = runs(table.pages, first - table.start, sequence.length - table.start)
-            for layer, arrays in self.unwritten[part]:
-                for array, tokens in zip(layer.arrays, arrays, strict=True):
-                    put_rows(array, tokens[:, :, first - self._start :], rows)
-        self.unwritten.clear()
-
-    @property
-    def waiting(self) -> list[mx.array]:
-        """What waits to be written."""
-        return [array for layers in self.unwritten.values() for _, arrays in layers for array in arrays]
 
     def placed(self, part: PagedLayers) -> PagedRows:
         """Where the step's tokens are, in some of the layers."""
@@ -258,7 +235,7 @@ class PoolLayerView:
             backend=self.layer.backend,
         )
         if waiting is not None:
-            self.batch.unwritten[self.part].append((self.layer, waiting))
+            self.batch.deferred.add(self.part, self.layer, waiting)
         return output
 
 
@@ -267,17 +244,9 @@ def place_rows(
     tables: Sequence[PageTable],
     lengths: Sequence[int],
     new_tokens: int,
-    *,
-    waits: bool = False,
 ) -> PagedRows:
-    """Where S new tokens of each sequence are written, and what their queries read.
-
-    ``waits``: they are written when the step is committed.
-    """
+    """Return where S new tokens of each sequence are written, and what their queries read."""
     first = [part.first_read(length) for length in lengths]
-    if waits:
-        before = runs(tables[0].pages, first[0] - tables[0].start, lengths[0] - tables[0].start)
-        return PagedRows(None, [before], first, part.window)
     new, read, counts = [], [], []
     for table, length, seen in zip(tables, lengths, first, strict=True):
         end = length + new_tokens - table.start

@@ -68,7 +68,7 @@ class WindowLayers(PagedLayers):
         table.first, table.pages = max(first, self._first_kept(table, length)), []
         table.pages = self._take(pages_for(length - table.start))
 
-    def waits(self, table: PageTable, length: int, new_tokens: int) -> bool:
+    def must_defer(self, table: PageTable, length: int, new_tokens: int) -> bool:
         if not table.moves:
             return False
         first = max(table.start, self._first_kept(table, length))

@@ -6,10 +6,11 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from kvant.cache import ModelCache
+from kvant.cache.deferred_writes import DeferredWrites
 from kvant.cache.options import CacheOptions
 from kvant.cache.paged_layers import PageTable
 from kvant.cache.pool import Pool
-from kvant.cache.pool_batch import PoolBatch, Waiting, place_rows
+from kvant.cache.pool_batch import PoolBatch, place_rows
 from kvant.errors import RanksError
 from kvant.models import LanguageModel
 from kvant.ranks.guard import Guard
@@ -30,7 +31,8 @@ class PlannedBatch(PoolBatch):
         self.pool, self.turn, self.sequences, self.rows = pool, pool.turn, (), rows
         self.step: mx.array | None = None
         self.embeddings: mx.array | None = None
-        self._placed, self.unwritten = {}, Waiting(list)
+        self._placed = {}
+        self.deferred = DeferredWrites(None)
         self._tables, self._held = tables, tuple(lengths)
 
     @property
