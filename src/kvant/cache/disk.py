@@ -55,9 +55,7 @@ class DiskCache:
     """
 
     def __init__(self, folder: str | Path, max_bytes: int = DEFAULT_BYTES) -> None:
-        """Open a folder, or make it, for its owner alone; a SnapshotError if it is others' too or cannot
-        be written.
-        """
+        """Open or make a folder for its owner alone; a SnapshotError if that fails or it is others' too."""
         if type(max_bytes) is not int or max_bytes < BLOCK:
             raise ValueError(f"max_bytes is {max_bytes!r}; expected an int of at least {BLOCK}")
         self.folder, self.max_bytes = Path(os.path.abspath(os.path.expanduser(folder))), max_bytes
@@ -128,9 +126,7 @@ class DiskCache:
                 self._changed.notify_all()
 
     def get(self, name: str) -> bytes | None:
-        """The contents of a file, compared with its digest; None: it is not there, or was wrong and is
-        gone.
-        """
+        """Return the contents of a file; None if it is not there, or was removed for a wrong digest."""
         with self._changed:
             data = self._waiting.get(name)
         if data is None:
@@ -170,9 +166,7 @@ class DiskCache:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Take nothing more, and wait until the rest is written, at most ``timeout`` seconds in the first
-        call.
-        """
+        """Take nothing more; the first call waits ``timeout`` seconds at most until the rest is written."""
         with self._changed:
             if self._closed:
                 timeout = 0.0
@@ -251,9 +245,7 @@ class DiskCache:
             time.sleep(LOCK_RETRY_S)
 
     def _scan(self, *, is_held: bool = False) -> None:
-        """Find the files that are there. Who holds the folder removes what a killed process left half
-        written.
-        """
+        """Find the files that are there; whoever holds the folder removes those that are half written."""
         found = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
@@ -317,9 +309,7 @@ class DiskCache:
         return False
 
     def _write(self, path: Path, parts: Sequence[bytes]) -> None:
-        """Write a file that has its name when it is whole; after a loss of power it may be cut, as its
-        digest tells.
-        """
+        """Write a file and then name it. After a loss of power it may be cut, which its digest tells."""
         part = _part(path)
         try:
             with suppress(FileNotFoundError):

@@ -96,9 +96,7 @@ class KVFormat:
 
     @classmethod
     def of(cls, given: object) -> "KVFormat":
-        """A format, that of a file's path, or of what :meth:`as_json` gave; an ArgumentError says what is
-        wrong.
-        """
+        """Return a format, or that of a file's path or of what :meth:`as_json` gave; or an ArgumentError."""
         if isinstance(given, KVFormat):
             return given
         if isinstance(given, Mapping):
@@ -143,9 +141,7 @@ class KVFormat:
             raise SnapshotError(f"{path}: cannot be written: {one_line(error)}") from error
 
     def check(self, identity: Identity | None, layers: int) -> None:
-        """Raise an ArgumentError unless the format is for this model, of so many layers with keys and
-        values.
-        """
+        """Raise an ArgumentError unless it is for this model, of so many layers with keys and values."""
         where = f"is {self.path or 'a format'}"
         own = "" if identity is None else identity.model
         if self.model != own:

@@ -46,9 +46,7 @@ class State:
     shapes: tuple[Stored | None, ...]
 
     def check(self, arrays: Arrays) -> None:
-        """Raise a ValueError for arrays of another; before it has seen enough tokens, an array may be
-        shorter.
-        """
+        """Raise a ValueError for arrays of another; one may be shorter before it has seen enough tokens."""
         for number, (array, expected) in enumerate(zip(arrays, self.shapes, strict=True)):
             if array is None or expected is None:
                 continue
@@ -113,9 +111,7 @@ class LayerFormat:
         scale_dtype: str = "F16",
         **others: Any,
     ) -> "LayerFormat":
-        """A layer that keeps rows, for sequences of ``max_seq_len`` tokens at most; ``dtype`` is kept at 0
-        bits.
-        """
+        """Return a layer's with rows, of ``max_seq_len`` tokens at most; at 0 bits ``dtype`` is stored."""
         seen = narrow_window(window, max_seq_len)
         value_bits = kv_bits if value_bits < 0 or not value_head_dim else value_bits
         return cls(

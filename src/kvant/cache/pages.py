@@ -82,9 +82,7 @@ class Pages:
 
 
 def runs(pages: Sequence[int], first: int, end: int) -> list[Run]:
-    """The rows of tokens ``first`` to ``end`` where token 0 is at the first row of ``pages[0]``,
-    neighbours joined.
-    """
+    """Return the rows of tokens ``first`` to ``end`` as runs; token 0 is at the first row of ``pages[0]``."""
     if first >= end:
         return []
     used = pages[first // PAGE_SIZE : pages_for(end)]

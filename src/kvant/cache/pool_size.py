@@ -34,9 +34,7 @@ def pool_bytes(
 def pages_and_rows(
     window: int | None, tokens: int, sequences: int, step_size: int, checkpoints: int, *, single: bool
 ) -> tuple[int, int]:
-    """Return the pages and rows of a layer: what the sequences and checkpoints can use of the tokens'
-    pages.
-    """
+    """Return a layer's pages and rows: of the tokens' pages those that sequences and checkpoints can use."""
     num_pages = pages_for(tokens)
     if window is not None:
         num_pages = min(num_pages, sequences * window_pages(window, step_size))

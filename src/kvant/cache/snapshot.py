@@ -193,9 +193,7 @@ class SnapshotHeader:
 
 
 def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> None:
-    """Write what a sequence holds, a step that is not committed left out; see
-    :meth:`kvant.cache.ModelCache.save`.
-    """
+    """Write the committed tokens of a sequence; see :meth:`kvant.cache.ModelCache.save`."""
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
     header = SnapshotHeader.of(sequence, metadata)
