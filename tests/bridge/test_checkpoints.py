@@ -53,10 +53,10 @@ def test_a_conversation_goes_back(name: str) -> None:
     assert asked(before[2])[0] in (last_turn, len(before[2]) - 1)  # a window goes back a few tokens by itself
     assert asked([*before[2][:-40], *turn(rng, 30)])[0] in (last_turn, last_turn + 1)
     assert asked([*before[2][:50], *turn(rng, 60)])[0] == 50
-    assert len(cache.sequence.kept_arrays) > 0
+    assert len(cache.sequence.checkpoints.arrays) > 0
     assert cache.fork().offset == cache.offset
     cache.reset()
-    assert cache.sequence.kept_arrays == []
+    assert cache.sequence.checkpoints.arrays == []
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba", "gpt_oss"])
@@ -124,12 +124,13 @@ def test_going_back_is_interrupted(name: str) -> None:
     counted, expected, lengths = Interruption(0), {}, set()
     for length in (0, 100, 400):
         cache = fed()
-        assert cache.go_back(length) == length
+        assert cache.sequence.go_back(length) == length
         expected[length] = model(mx.array([behind]), cache=cache)
-    counted.of(partial(fed().go_back, 120))
+    cache = fed()
+    counted.of(partial(cache.sequence.go_back, 120))
     for seed in range(count(12, 300)):
         cache = fed()
-        Interruption(random.Random(seed).randint(1, counted.lines)).of(partial(cache.go_back, 120))
+        Interruption(random.Random(seed).randint(1, counted.lines)).of(partial(cache.sequence.go_back, 120))
         length = cache.offset
         lengths.add(length)
         assert mx.array_equal(model(mx.array([behind]), cache=cache), expected[length])

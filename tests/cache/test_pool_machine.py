@@ -346,7 +346,7 @@ class _Machine(RuleBasedStateMachine):
     def keep(self, data: st.DataObject, new: int) -> None:
         """A place that can be gone back to, whatever comes behind it."""
         own = self._any(data, self.alone)
-        own.sequence.keep()
+        own.sequence.checkpoints.add(own.sequence)
         own.kept |= {len(own.ids)} - {0}
         if len(own.kept) > KEPT:
             own.kept.remove(sorted(own.kept)[1])

@@ -168,7 +168,7 @@ def test_drafts_and_their_interruption(
         assert run.generated == plain[: len(run.generated)]
         assert cache.ids == [*given, *prompt, *run.generated[:-1]]
         check(own.logits, other)
-        alone.go_back(cache.offset)
+        alone.sequence.go_back(cache.offset)
         if alone.ids != cache.ids:  # a window cannot go back so far
             list(Run(own, cache.ids, alone, max_tokens=1))
             own.logits.clear()

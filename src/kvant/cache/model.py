@@ -158,7 +158,9 @@ class ModelCache(Sequence[Any]):
     @property
     def nbytes(self) -> int:
         """Bytes of all layers, of the states now, and of checkpoints."""
-        return self.keys_values + sum(array.nbytes for array in [*self.states, *self.sequence.kept_arrays])
+        return self.keys_values + sum(
+            array.nbytes for array in [*self.states, *self.sequence.checkpoints.arrays]
+        )
 
     @property
     def keys_values(self) -> int:
@@ -170,11 +172,6 @@ class ModelCache(Sequence[Any]):
         return []
 
     @property
-    def divided(self) -> bool:
-        """Whether other ranks hold a part: it is not saved, loaded or forked then."""
-        return self.pool.divided
-
-    @property
     def states(self) -> list[mx.array]:
         """The arrays of all states now."""
         return [array for arrays in self.sequence.states for array in arrays if array is not None]
@@ -183,11 +180,6 @@ class ModelCache(Sequence[Any]):
     def arrays(self) -> list[mx.array]:
         """Every array of its layers."""
         return [*(array for layer in self.pool.layers for array in layer.arrays), *self.states]
-
-    @property
-    def disk(self) -> Any:
-        """Where its pages and states are written, and read from; None: nowhere."""
-        return self.pool.disk
 
     def use_disk(self, disk: DiskCache) -> None:
         """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
@@ -220,10 +212,6 @@ class ModelCache(Sequence[Any]):
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
         return self.sequence.can_trim_to(num_tokens)
-
-    def go_back(self, num_tokens: int) -> int:
-        """Go back as far as needed; see :meth:`PoolSequence.go_back`."""
-        return self.sequence.go_back(num_tokens)
 
     def keep_common(self, ids: Sequence[int]) -> int:
         """Go back to what it has in common with these tokens; see :meth:`PoolSequence.keep_common`."""

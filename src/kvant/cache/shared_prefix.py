@@ -1,0 +1,78 @@
+"""What a sequence leaves for those that begin alike: its pages, a checkpoint, and files on disk."""
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from kvant.cache.checkpoints import Checkpoint
+from kvant.cache.pages import PAGE_SIZE
+from kvant.cache.pool_disk import PoolDisk
+from kvant.cache.prefix import as_text, digests, root
+from kvant.cache.sequence_checkpoints import own_copies
+
+if TYPE_CHECKING:
+    from kvant.cache.pool_sequence import PoolSequence
+
+
+class SharedPrefix:
+    """The first tokens of a sequence, which it shares.
+
+    Attributes:
+        is_all: whether they are all of its tokens, each in a page that is shared.
+    """
+
+    def __init__(self, sequence: "PoolSequence", upto: int | None, *, last_page: bool) -> None:
+        """The arguments are those of :meth:`PoolSequence.share_prefix`."""
+        self._sequence = sequence
+        self._ids = sequence.ids[:upto]
+        self._page_hashes = digests(self._ids, sequence.salt, last_page=last_page)
+        self._whole_pages = self._page_hashes[: len(self._ids) // PAGE_SIZE]
+        self._groups = list(zip(sequence.pool.parts, sequence.tables, strict=True))
+        self.is_all = 0 < len(self._ids) == sequence.length <= len(self._page_hashes) * PAGE_SIZE
+
+    def put_in_index(self) -> None:
+        """Let other sequences of the pool share the pages."""
+        hashes = self._page_hashes
+        for group, table in self._groups:
+            for number in range(-(-table.first // PAGE_SIZE), len(hashes)):  # from its first whole page on
+                page = table.pages[number - table.start // PAGE_SIZE]
+                ids = self._ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
+                before = hashes[number - 1] if number else root(self._sequence.salt)
+                group.prefix.put(hashes[number], page, before, ids)
+            group.prefix.use(hashes)
+
+    def keep_checkpoint(self, asked: int | None, *, is_head: bool) -> None:
+        """Keep the states, and the pages that are seen through windows, after all tokens."""
+        pool, salt, last = self._sequence.pool, self._sequence.salt, self._page_hashes[-1]
+        text = as_text(self._ids, salt)
+        for group in pool.parts:
+            has_states = bool(pool.states) and group is pool.main
+            if group.window is None and not has_states:
+                continue
+            seen = group.seen(self._whole_pages, len(self._ids) % PAGE_SIZE)
+            pages = frozenset() if group.window is None else frozenset([*seen, last])
+            if last in group.prefix.checkpoints:
+                group.prefix.use_checkpoints(text)
+            elif all(digest in group.prefix for digest in (*pages, last)):
+                states = own_copies(self._sequence.states) if has_states else None
+                mx.eval(states)
+                prompt = len(as_text(self._ids[:asked], salt))
+                group.prefix.keep(last, Checkpoint(text, prompt, is_head, states, pages))
+
+    def write(self, disk: PoolDisk, *, mid_prompt: bool) -> None:
+        """Write the pages that a text sees which goes on here, and the states after all tokens.
+
+        ``mid_prompt``: only layers without a window are written.
+        """
+        whole, hashes = self._whole_pages, self._page_hashes
+        for group, table in self._groups:
+            if mid_prompt and group.window is not None:
+                continue
+            first_seen = len(whole) - len(group.seen(whole, len(self._ids) % PAGE_SIZE))
+            for number in range(max(first_seen, -(-table.first // PAGE_SIZE)), len(hashes)):
+                rows = min(PAGE_SIZE, len(self._ids) - number * PAGE_SIZE)
+                disk.put_page(group, hashes[number], table.pages[number - table.start // PAGE_SIZE], rows)
+        if not mid_prompt:
+            if self._sequence.pool.states and self.is_all:
+                disk.put_states(hashes[-1], self._sequence.states)
+            disk.used(hashes)
