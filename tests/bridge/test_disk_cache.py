@@ -115,7 +115,7 @@ def test_the_logits_are_those_without_a_break(name: str, disk: DiskCache) -> Non
     for place in (0, 256):
         pool = model.make_pool(**SIZES)
         pool.use_disk(disk)
-        while pool.fetch(text[: place + 1], most=1):
+        while pool.prefixes.fetch(text[: place + 1], most=1):
             assert place
         sequence = pool.sequence(400, text[: place + 1])
         assert sequence.length == place

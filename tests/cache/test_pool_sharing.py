@@ -223,11 +223,11 @@ def test_states_go_with_their_page_and_text() -> None:
         index.put(digest, page, before, ids)
         pages.release([page])
         index.keep(digest, Checkpoint(text := as_text(ids, b""), len(text), states=number))
-        assert index.states(digest) == number
+        assert index.checkpoints.states(digest) == number
         assert [index.kept_behind(before, [first, 2, 5]) for first in (1, 3)] == ([[2], []], [[], [1]])[
             number
         ]
     assert len(index.pages) == 1  # nobody goes on in a part of a page without states
     index.give_up(1)
-    assert index.states(extended(before, [3])) is None
+    assert index.checkpoints.states(extended(before, [3])) is None
     assert pages.num_free == 4

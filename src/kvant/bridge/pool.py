@@ -61,9 +61,9 @@ class BridgedPool(Pool):
         """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as
         Pool has.
         """
-        super().__init__(formats, fronts, **options)
+        super().__init__(formats, fronts, states=leaves_of(found, State), **options)
         self.entries, self.layout = tuple(found), as_text(found)
-        self.states, layers = leaves_of(found, State), iter(self.layers)
+        layers = iter(self.layers)
         # States take all of a step, and several new tokens of several sequences were not tried.
         self.takes_back = self.single and not self.states
         leaves = leaves_of(found, Attention | State)

@@ -98,17 +98,9 @@ class PagedLayers:
     in_chunks = False
 
     def __init__(
-        self,
-        layers: Sequence[PoolLayer],
-        num_pages: int,
-        checkpoints: int = 0,
-        *,
-        logs_copies: bool = False,
+        self, layers: Sequence[PoolLayer], num_pages: int, checkpoints: int = 0, *, logs_copies: bool = False
     ) -> None:
-        """Make the tables' common part.
-
-        ``checkpoints``: of the prefix index. ``logs_copies``: note copies of pages in :attr:`copied`.
-        """
+        """``checkpoints``: of the prefix index. ``logs_copies``: note copies of pages in :attr:`copied`."""
         self.layers = tuple(layers)
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages, checkpoints)
@@ -147,9 +139,7 @@ class PagedLayers:
         return 0
 
     def take_in(self, digest: bytes, before: bytes, ids: Sequence[int], held: Sequence[mx.array]) -> bool:
-        """Have a page of a text in the index, whose rows are :meth:`page_rows`. Returns whether there was
-        room.
-        """
+        """Put a page with these :meth:`page_rows` into the index; return whether there was room for it."""
         if self._room < 1:
             return False
         (page,) = self._take(1)
@@ -168,10 +158,9 @@ class PagedLayers:
         return self._reserve(table, max_tokens)
 
     def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
-        """A table that shares whole pages with another, for a sequence of the same ``length`` tokens.
+        """Return a table that shares whole pages with another, for a sequence of the same ``length`` tokens.
 
-        The last page, where it is not whole, is copied at once: each of the two is going to write there, so
-        that its place has to be found in any case.
+        A last page that is not whole is copied at once: both sequences are going to write there.
         """
         whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
         self.pages.share(table.pages[:whole])
@@ -182,11 +171,9 @@ class PagedLayers:
         return made
 
     def copy_alike(self, table: PageTable, length: int, before: bytes, ids: Sequence[int]) -> int:
-        """Copy rows behind the first ``length``, whole pages, from a page that begins with some of the same
-        tokens.
+        """Copy rows behind the first ``length``, whole pages, from a page that begins with the same tokens.
 
-        ``before``: the digest of the text so far. Returns how many of the tokens ``ids`` behind it are there
-            now.
+        ``before``: the hash of the text so far. Returns how many of the tokens ``ids`` behind it are copied.
         """
         page, count = self.prefix.most_alike(before, ids)
         if count:
@@ -205,9 +192,7 @@ class PagedLayers:
         """Become a table of so many tokens: later ones overwrite the rows behind them."""
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
-        """Give an empty table pages of its own for ``length`` tokens. Those from ``first`` on are to be
-        written.
-        """
+        """Give an empty table pages for ``length`` tokens, whose rows from ``first`` on will be written."""
         if first:
             raise ValueError(
                 f"tokens before {first} are forgotten; a cache without a window needs all of them"
@@ -223,9 +208,7 @@ class PagedLayers:
         self._extend(table, end)
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
-        """Give each table pages of its own for the rows of tokens behind ``lengths``. A shared page is
-        copied.
-        """
+        """Give each table pages of its own for new tokens behind ``lengths``; copy pages that are shared."""
         for table, length in zip(tables, lengths, strict=True):
             self.advance(table, length, length + new_tokens)
         if not self.pages.num_shared:
@@ -297,9 +280,7 @@ class PagedLayers:
         return self.pages.allocate(count)
 
     def _copies(self, counts: Counter[int], shared: Sequence[int]) -> int:
-        """Pages needed so that each writer of a shared page has one of its own: the last holder needs
-        none.
-        """
+        """Return the pages that writers of shared pages need: the last holder of one keeps it."""
         return sum(min(counts[page], self.pages.refcount(page) - 1) for page in shared)
 
     def copy(self, page: int, to: int, rows: int) -> None:
@@ -330,9 +311,7 @@ class PagedLayers:
 def kernel_of(
     own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool
 ) -> tuple[KernelUse, Backend | None]:
-    """How a layer calls the fused kernel, and what runs that; None: it is unfused. Arguments are
-    :class:`Pool`'s.
-    """
+    """Return how a layer calls the fused kernel, and what runs it; None: unfused. Arguments as of Pool."""
     use = KernelUse(
         own.head_dim,
         own.value_head_dim,

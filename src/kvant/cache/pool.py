@@ -3,15 +3,12 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import takewhile
+from contextlib import contextmanager
 from typing import Any, ClassVar
 from weakref import ref
 
 import mlx.core as mx
 
-from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat, State, describe_formats
@@ -21,7 +18,8 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, close
 from kvant.cache.pool_size import check_sizes, pages_and_rows, pool_bytes, single_rows, single_sizes
-from kvant.cache.prefix import as_text, digests, extended, root
+from kvant.cache.prefix import as_text, digests, root
+from kvant.cache.prefix_search import PrefixSearch
 from kvant.cache.window_layers import WindowLayers
 from kvant.errors import ContextError, SnapshotError
 from kvant.operators.front import Front
@@ -30,8 +28,6 @@ from kvant.sizes import format_bytes
 from kvant.threads import Turn, check_process
 
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "single_rows", "single_sizes"]
-
-FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
 
 
 class Pool:
@@ -47,8 +43,6 @@ class Pool:
 
     page_size = PAGE_SIZE
     may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
-    states: Sequence[State] = ()  # what a sequence has of each layer that has a state in place of rows
-    disk: Any = None  # a PoolDisk, where its pages and states are written, and read from; None: nowhere
     takes_back = True  # a step may be committed in part, a step of several sequences too
     layout = ""  # what a bridged model expects in its cache, as JSON; "": a decoder's
 
@@ -77,6 +71,7 @@ class Pool:
         # Whether each sequence's attention is computed by itself. If not, the lengths of the others change
         # the rounding of its logits.
         attends_apart: bool = True,
+        states: Sequence[State] = (),  # of a sequence, one of each layer that has it in place of rows
         divided: bool = False,  # other ranks hold some of the rows: sequences can be neither saved nor loaded
     ) -> None:
         """Allocate the pool.
@@ -134,7 +129,9 @@ class Pool:
         self.made_for = made_for
         self.rotary = rotary
         self.attends_apart = attends_apart
+        self.states = states
         self.divided = divided
+        self.prefixes = PrefixSearch(self.parts, self.main, states, self.turn)
         # Weak references of a single pool to its open sequence and its step. Strong ones would form a cycle,
         # and only the garbage collector would free the memory.
         self._conversation: Callable[[], PoolSequence | None] = lambda: None
@@ -212,22 +209,25 @@ class Pool:
         prompt less its last token, or as far before that as its windows and states allow.
         """
         if (conversation := self._conversation()) is not None:
-            return self._resume(conversation, prompt)
+            conversation.keep_common(prompt)
+            self.prefixes.read_into(conversation, prompt)
+            return conversation
         with self.turn:
             self.check_opening(max_tokens)
             if len(prompt) > max_tokens:
                 raise ContextError(
                     f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}"
                 )
-            chain, rest = self._beginning(prompt, salt, whole_pages)
+            page_hashes, rest = self.prefixes.find(prompt, salt, whole_pages)
             tables: list[PageTable] = []
             try:
                 for part in self.parts:
-                    part.prefix.use(chain)
-                    tables.append(part.open(chain, max_tokens, rest))
-                length = len(chain) * PAGE_SIZE
+                    part.prefix.use(page_hashes)
+                    tables.append(part.open(page_hashes, max_tokens, rest))
+                length = len(page_hashes) * PAGE_SIZE
                 if rest:
-                    before, behind = chain[-1] if chain else root(salt), prompt[length : length + rest]
+                    before = page_hashes[-1] if page_hashes else root(salt)
+                    behind = prompt[length : length + rest]
                     parts = zip(self.parts, tables, strict=True)
                     length += min([part.copy_alike(table, length, before, behind) for part, table in parts])
             except BaseException:
@@ -236,7 +236,7 @@ class Pool:
             made = PoolSequence(self, tables, max_tokens, prompt[:length], salt)
             states = None
             if self.states and length:
-                states = self.main.prefix.states(digests(made.ids, salt, last_page=True)[-1])
+                states = self.main.prefix.checkpoints.states(digests(made.ids, salt, last_page=True)[-1])
             parts = zip(self.parts, tables, strict=True)
             if (states is None and self.states and length) or any(
                 t.first > part.first_seen(length) for part, t in parts
@@ -251,83 +251,17 @@ class Pool:
                 self._conversation = ref(made)
             return made
 
+    @property
+    def disk(self) -> PoolDisk | None:
+        """Where its pages and states are written, and read from; None: nowhere."""
+        return self.prefixes.disk
+
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
-        """Write what its sequences share to a disk cache, and let :meth:`fetch` read it.
+        """Write what its sequences share to a disk cache, and let :attr:`prefixes` read it.
 
         ``is_exact``: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
         """
-        self.disk = PoolDisk(disk, self, is_exact=is_exact)
-
-    def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
-        """Read pages that a prompt begins with from disk, ``most`` of them at most, for :meth:`sequence` to
-        share.
-
-        Returns whether there may be more to read.
-        """
-        if self.disk is None:
-            return False
-        with self.turn:
-            ids, chain, first = self.on_disk(prompt, salt, whole_pages)
-            for part in self.parts:
-                part.prefix.use(chain)
-            needed = [(part, number) for part in self.parts for number in range(first[part], len(chain))]
-            missing = [(part, number) for part, number in needed if chain[number] not in part.prefix]
-            missing.sort(key=lambda each: each[1])  # what is before a wrong page has been read, and is right
-            for place, (part, number) in enumerate(missing[:most]):
-                own, before = ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE], [root(salt), *chain][number]
-                held = self.disk.page(part, chain[number], len(own))
-                if held is None:
-                    # It is gone by now, and with it some of the beginning. What is behind it is going to be
-                    # computed, so it goes too and is written again: it may be wrong as well, which only a
-                    # restart would show.
-                    for other, behind in missing[place:]:
-                        self.disk.remove(other, chain[behind])
-                    return True
-                if not part.take_in(chain[number], before, own, held):
-                    return False
-            mx.eval([layer.arrays for layer in self.layers])
-            if len(missing) > most:
-                return True
-            if self.states and chain and self.main.prefix.states(chain[-1]) is None:
-                if (states := self.disk.states(chain[-1])) is None:
-                    return True
-                text = as_text(ids, salt)
-                self.main.prefix.keep(chain[-1], Checkpoint(text, len(text), states=states))
-            return False
-
-    def on_disk(
-        self, prompt: Sequence[int], salt: bytes, whole_pages: bool
-    ) -> tuple[Sequence[int], list[bytes], dict[PagedLayers, int]]:
-        """The longest beginning of a prompt, less its last token, that there is in pages here and on disk.
-
-        Returns its tokens, the digests of its pages, and of each part the number of the first page that is
-        needed.
-        """
-        chain, rest = self._beginning(prompt, salt, whole_pages, self.disk)
-        first = {part: len(chain) - len(part.seen(chain, rest)) for part in self.parts}
-        length = len(chain) * PAGE_SIZE
-        if rest and self.states:
-            chain = [*chain, extended(chain[-1] if chain else root(salt), prompt[length : length + rest])]
-            length += rest
-        return prompt[:length], chain, first
-
-    def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
-        """Tokens that are stored behind a text, of the page that was stored last; none: nothing is."""
-        chain = digests(ids, salt)
-        return list(self.main.prefix.stored_after(chain[-1] if chain else root(salt))[len(ids) % PAGE_SIZE :])
-
-    def num_stored(self, ids: Sequence[int], salt: bytes) -> int:
-        """Tokens at the beginning of a text that others had too, whether or not it can go on from all of
-        them.
-        """
-        chain = digests(ids, salt)
-        while chain and not has_page(self.disk, self.main, chain[-1]):
-            chain.pop()
-        length = len(chain) * PAGE_SIZE
-        behind = self.main.prefix.most_alike(
-            chain[-1] if chain else root(salt), ids[length : length + PAGE_SIZE]
-        )
-        return length + behind[1]
+        self.prefixes.disk = PoolDisk(disk, self, is_exact=is_exact)
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which sequences of this pool take part, at least one, none twice.
@@ -354,9 +288,7 @@ class Pool:
 
     @contextmanager
     def handing_out(self) -> Iterator[None]:
-        """Hand out pages within. After an interruption in the middle, a single pool finds the free ones
-        again.
-        """
+        """Hand out pages within. If that was interrupted, a single pool finds the free ones again here."""
         conversation = self._conversation()
         if self._is_torn and conversation is not None:
             for part, table in zip(self.parts, conversation.tables, strict=True):
@@ -366,89 +298,7 @@ class Pool:
         self._is_torn = False
 
     def shared_with(self, ids: Sequence[int]) -> int:
-        """Return how many tokens the sequence of a single pool holds, if a text begins with all of them;
-        else 0.
-        """
+        """Return how many tokens a single pool's sequence holds if a text begins with all of them, else 0."""
         conversation = self._conversation()
         held = [] if conversation is None else conversation.ids
         return len(held) if list(ids[: len(held)]) == held else 0
-
-    def _resume(self, sequence: PoolSequence, prompt: Sequence[int]) -> PoolSequence:
-        sequence.keep_common(prompt)
-        if self.disk is not None:
-            self._read_from_disk(self.disk, sequence, prompt)
-        return sequence
-
-    def _read_from_disk(self, disk: PoolDisk, sequence: PoolSequence, prompt: Sequence[int]) -> None:
-        """Read the beginning of a prompt, less its last token, if the disk has more of it than the
-        sequence.
-        """
-        ids, chain, first = self.on_disk(prompt, sequence.salt, whole_pages=False)
-        if len(ids) <= sequence.length:
-            return
-        sequence.trim(sequence.length)
-        lost = {layer: first[part] * PAGE_SIZE for part, layer in self.places}
-        with suppress(FileNotFoundError), sequence.filling(lost, ids):
-            for part, table in zip(self.parts, sequence.tables, strict=True):
-                begin = table.start // PAGE_SIZE
-                for number, page in enumerate(table.pages[: len(chain) - begin], begin):
-                    rows = disk.page(part, chain[number], min(PAGE_SIZE, len(ids) - number * PAGE_SIZE))
-                    if rows is None:
-                        raise FileNotFoundError("a page that was there")
-                    part.put_page(page, rows)
-                mx.eval([layer.arrays for layer in part.layers])
-            if self.states:
-                if (states := disk.states(chain[-1])) is None:
-                    raise FileNotFoundError("states that were there")
-                sequence.will_have(len(ids), states)
-
-    def _beginning(
-        self, prompt: Sequence[int], salt: bytes, whole_pages: bool, disk: PoolDisk | None = None
-    ) -> tuple[list[bytes], int]:
-        """What all layers, or ``disk``, have of a prompt less its last token: the pages' digests, and
-        tokens behind.
-        """
-        known = prompt[: max(0, len(prompt) - 1)]
-        chain = digests(known, salt)
-        has = partial(has_page, disk)
-        count = len(chain)
-        for part in self.parts:
-            if part.window is None:
-                count = min(count, sum(1 for _ in takewhile(partial(has, part), chain)))
-        for pages in range(count, -1, -1):
-            before = chain[pages - 1] if pages else root(salt)
-            rest = self._behind(before, known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE], whole_pages, disk)
-            for behind in () if rest is None else (rest,) if self.states else (rest, 0):
-                windows = (part for part in self.parts if part.window is not None)
-                if all(has(part, digest) for part in windows for digest in part.seen(chain[:pages], behind)):
-                    return chain[:pages], behind
-        return [], 0
-
-    def _behind(
-        self, before: bytes, ids: Sequence[int], whole_pages: bool, disk: PoolDisk | None
-    ) -> int | None:
-        """How many of the tokens behind the whole pages of a text can be copied; None: nobody goes on
-        there.
-        """
-        if not self.states:
-            alike = 0 if whole_pages else self._alike(before, ids)
-            return alike if alike >= FEWEST_COPIED else 0
-        kept = self.main.prefix.kept_behind(before, ids)
-        if disk is None:
-            here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
-            return next(here, None)
-        for count in range(0 if whole_pages else len(ids), -1, -1):
-            digest = extended(before, ids[:count]) if count else before
-            pages = (has_page(disk, part, digest) for part in self.parts)
-            if (count in kept or disk.has(None, digest)) and (not count or all(pages)):
-                return count
-        return None
-
-    def _alike(self, before: bytes, ids: Sequence[int]) -> int:
-        """How many of the tokens behind a text have rows in all layers."""
-        return min(part.prefix.most_alike(before, ids)[1] for part in self.parts)
-
-
-def has_page(disk: PoolDisk | None, part: PagedLayers, digest: bytes) -> bool:
-    """Whether the page of some layers at the end of a text is in their index, or on disk."""
-    return digest in part.prefix or (disk is not None and disk.has(part, digest))

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 class AttentionCache(Protocol):
-    """What a model's layer sees of its cache. B batch, S new tokens, H query heads, K kv heads, D
-    head_dim.
-    """
+    """What a model's layer sees of its cache. B batch, S new tokens, H query and K kv heads, D head_dim."""
 
     @property
     def front(self) -> Front:
@@ -240,10 +238,7 @@ class PoolLayerView:
 
 
 def place_rows(
-    part: PagedLayers,
-    tables: Sequence[PageTable],
-    lengths: Sequence[int],
-    new_tokens: int,
+    part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int
 ) -> PagedRows:
     """Return where S new tokens of each sequence are written, and what their queries read."""
     first = [part.first_read(length) for length in lengths]

@@ -36,9 +36,7 @@ class PoolDisk:
     """Files of one model and format in a disk cache, which may have others' too."""
 
     def __init__(self, disk: DiskCache, pool: "Pool", *, is_exact: bool) -> None:
-        """``is_exact``: only what chunks of 128 tokens computed here is read, as for a deterministic
-        scheduler.
-        """
+        """``is_exact``: read only what chunks of 128 tokens computed here, for deterministic schedulers."""
         pool.check_whole()
         if pool.identity is None:
             raise ValueError(
@@ -63,9 +61,7 @@ class PoolDisk:
         return self._name(part, digest) in self.disk
 
     def put_page(self, part: PagedLayers, digest: bytes, page: int, rows: int) -> None:
-        """Have a page written, of so many rows; a part of one only where there are states, which go on
-        there.
-        """
+        """Write a page of so many rows; fewer than 128 only if there are states, which go on there."""
         if rows == PAGE_SIZE or self._states:
             size = rows * self._row_bytes[part]
             self.disk.put(self._name(part, digest), size, lambda: packed(part.page_rows(page, rows)))
@@ -76,12 +72,12 @@ class PoolDisk:
         size = sum(array.nbytes for array in arrays if array is not None)
         self.disk.put(self._name(None, digest), size, lambda: packed(arrays))
 
-    def page(self, part: PagedLayers, digest: bytes, rows: int) -> list[mx.array] | None:
-        """The rows of a page, for :meth:`PagedLayers.put_page`; None: they are not there, or wrong."""
-        return self._get(part, digest, partial(unpacked, expected=_rows(part, rows)))  # type: ignore[return-value]
+    def page(self, part: PagedLayers, digest: bytes, rows: int) -> list[mx.array]:
+        """Return the rows of a page, for :meth:`PagedLayers.put_page`; raise as :meth:`states` does."""
+        return self._get(part, digest, partial(unpacked, expected=_rows(part, rows)))  # type: ignore[arg-type]
 
-    def states(self, digest: bytes) -> list[Arrays] | None:
-        """The states after a text; None: they are not there, or wrong."""
+    def states(self, digest: bytes) -> list[Arrays]:
+        """Return the states after a text; raise FileNotFoundError if they are not there, or wrong."""
 
         def parse(data: bytes) -> list[Arrays]:
             rest = iter(unpacked(data))
@@ -104,16 +100,16 @@ class PoolDisk:
         kind = 255 if part is None else self._parts.index(part)
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
-    def _get(self, part: PagedLayers | None, digest: bytes, parse: Callable[[bytes], Found]) -> Found | None:
-        """What a file has; None: it is not there, or was of others and is gone."""
+    def _get(self, part: PagedLayers | None, digest: bytes, parse: Callable[[bytes], Found]) -> Found:
+        """Return what a file has; remove one of something else."""
         name = self._name(part, digest)
-        if (data := self.disk.get(name)) is None:
-            return None
+        data = self.disk.get(name)
         try:
-            return parse(data)
+            if data is not None:
+                return parse(data)
         except (ValueError, RecursionError):
             self.disk.remove(name)
-            return None
+        raise FileNotFoundError(f"{name} is not in the disk cache")
 
 
 def _rows(part: PagedLayers, rows: int) -> list[Stored]:
@@ -130,9 +126,7 @@ def packed(arrays: Sequence[mx.array | None]) -> bytes:
 
 
 def unpacked(data: bytes, expected: Sequence[Stored] | None = None) -> Arrays:
-    """The arrays of :func:`packed`, which are the ``expected`` ones; a ValueError if these bytes are
-    something else.
-    """
+    """Return the arrays of :func:`packed`; a ValueError unless they are the ``expected`` ones."""
     place = 4 + int.from_bytes(data[:4], "little")
     raw = json.loads(data[4:place])
     if not isinstance(raw, list):

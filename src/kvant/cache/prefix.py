@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any
 
 from kvant.cache.checkpoints import Checkpoint, Checkpoints
 from kvant.cache.pages import PAGE_SIZE, Pages
@@ -73,9 +72,7 @@ class PrefixIndex:
         return pages
 
     def use(self, chain: Sequence[bytes]) -> None:
-        """Note that a text was used. Its last page counts as used before its first, without which it has
-        no use.
-        """
+        """Note that a text was used: its last page before its first, without which it has no use."""
         for digest in reversed(chain):
             if digest in self._found:
                 self._found.move_to_end(digest)
@@ -86,9 +83,7 @@ class PrefixIndex:
         return () if last is None else self._found[last].ids
 
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
-        """Of the pages that follow a text, the one that begins with the most of ``ids``, and how many
-        these are.
-        """
+        """Return the page behind a text that begins with the most of ``ids``, and how many these are."""
         best, most = b"", 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
             pairs = zip(self._found[digest].ids, ids, strict=False)
@@ -110,10 +105,6 @@ class PrefixIndex:
             # nobody goes on without states
             if made.states is not None and len(self._found[gone].ids) < PAGE_SIZE:
                 self._drop(gone)
-
-    def states(self, digest: bytes) -> Any:
-        """The states after a text; None: they are not kept."""
-        return self.checkpoints.states(digest)
 
     def kept_behind(self, before: bytes, ids: Sequence[int]) -> list[int]:
         """How many of the tokens behind a text, fewer than a page, states are kept after; the most first."""

@@ -27,10 +27,7 @@ class WindowLayers(PagedLayers):
         *,
         logs_copies: bool = False,
     ) -> None:
-        """Make the tables' common part; as :class:`PagedLayers`.
-
-        ``step_size``: new tokens of a sequence in one step, at most.
-        """
+        """``step_size``: new tokens of a sequence in one step, at most. The others as of PagedLayers."""
         super().__init__(layers, num_pages, checkpoints, logs_copies=logs_copies)
         self.window = window
         self.in_chunks = any(layer.format.kind == "chunks" for layer in layers)
@@ -75,9 +72,7 @@ class WindowLayers(PagedLayers):
         return pages_for(length + new_tokens - first) > table.limit
 
     def advance(self, table: PageTable, start: int, end: int) -> None:
-        """Give back the pages that no query from 16 before position ``start`` on sees, and take those up
-        to ``end``.
-        """
+        """Have pages for positions up to ``end``; give back those not seen from 16 before ``start`` on."""
         first = self._first_kept(table, start)
         if first > table.start:
             gone = (first - table.start) // PAGE_SIZE

@@ -141,7 +141,9 @@ class Work:
         if pool.disk is None or not pool.fits(self.reserved):
             return False
         self.fetches += 1
-        again = pool.fetch(self.known, salt=self.request.salt, whole_pages=self.is_exact, most=FETCH_PAGES)
+        again = pool.prefixes.fetch(
+            self.known, salt=self.request.salt, whole_pages=self.is_exact, most=FETCH_PAGES
+        )
         return again and self.fetches <= MIN_FETCHES + len(self.ids) // pool.page_size * len(pool.parts)
 
     def reserve(self, pool: Pool) -> None:
@@ -170,7 +172,7 @@ class Work:
     def _explain(self, pool: Pool) -> None:
         """Note why no more of the prompt was shared, and say it to whoever debugs, by its token ids."""
         shared = self.cached
-        stored = pool.stored_after(self.ids[:shared], self.request.salt)
+        stored = pool.prefixes.stored_after(self.ids[:shared], self.request.salt)
         alike = stored == self.ids[shared : shared + len(stored)]
         self.miss = "new" if not stored else "unkept" if alike else "differs"
         sent = self.ids[shared : shared + SAID]
@@ -184,7 +186,7 @@ class Work:
         """
         if not pool.checkpoints:
             return
-        head = pool.num_stored(self.known, self.request.salt) // self.unit * self.unit
+        head = pool.prefixes.num_stored(self.known, self.request.salt) // self.unit * self.unit
         if head - max(place for place in (0, self.start, *self.places) if place <= head) >= pool.page_size:
             self.places = sorted([*self.places, head])
             self.heads = {*self.heads, head}

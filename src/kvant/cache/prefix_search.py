@@ -1,0 +1,204 @@
+"""Which prefix of a prompt a pool has already: in the index of its pages, and on disk."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+import mlx.core as mx
+
+from kvant.cache.checkpoints import Checkpoint
+from kvant.cache.layer_format import State
+from kvant.cache.paged_layers import PagedLayers
+from kvant.cache.pages import PAGE_SIZE
+from kvant.cache.pool_disk import PoolDisk
+from kvant.cache.pool_sequence import PoolSequence
+from kvant.cache.prefix import as_text, digests, extended, root
+from kvant.threads import Turn
+
+FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
+
+Page = tuple[PagedLayers, int]  # of a layer group, its number in a text
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """A prefix whose pages are in the pool or on disk.
+
+    Attributes:
+        ids: its tokens.
+        page_hashes: of its pages; the last one may be a part of a page, if states are kept there.
+        first: the number of the first page that a layer group needs.
+    """
+
+    ids: Sequence[int]
+    page_hashes: Sequence[bytes]
+    first: dict[PagedLayers, int]
+
+    def pages(self, group: PagedLayers) -> list[Page]:
+        """Return the pages that a layer group needs."""
+        return [(group, number) for number in range(self.first[group], len(self.page_hashes))]
+
+    def page_ids(self, number: int) -> Sequence[int]:
+        """Return the tokens of a page."""
+        return self.ids[number * PAGE_SIZE : (number + 1) * PAGE_SIZE]
+
+
+class PrefixSearch:
+    """Finds the longest prefix of a prompt that is stored, and reads what of it is on disk.
+
+    The prompt's last token is never part of it: one has to be fed for there to be logits.
+
+    Attributes:
+        disk: its pages and states on disk; None: there is no disk cache.
+    """
+
+    def __init__(
+        self, groups: Sequence[PagedLayers], main: PagedLayers, states: Sequence[State], turn: Turn
+    ) -> None:
+        """``groups``: the layers of a pool. ``main``: the group that sees most. ``turn``: the pool's lock."""
+        self._groups = groups
+        self._main = main
+        self._states = states
+        self._turn = turn
+        self.disk: PoolDisk | None = None
+
+    def find(
+        self, prompt: Sequence[int], salt: bytes, whole_pages: bool, *, on_disk: bool = False
+    ) -> tuple[list[bytes], int]:
+        """Return the page hashes of the longest prefix, and how many tokens behind these pages there are too.
+
+        ``whole_pages``: there are none behind them. ``on_disk``: pages and states on disk count.
+        """
+        known = prompt[: max(0, len(prompt) - 1)]
+        every = digests(known, salt)
+        count = len(every)  # pages that layers without a window have
+        for group in self._groups:
+            if group.window is None:
+                count = next((n for n in range(count) if not self._has(group, every[n], on_disk)), count)
+        windows = [group for group in self._groups if group.window is not None]
+        for pages in range(count, -1, -1):
+            hashes = every[:pages]
+            before = hashes[-1] if hashes else root(salt)
+            ids = known[pages * PAGE_SIZE : (pages + 1) * PAGE_SIZE]
+            rest = self._behind(before, ids, whole_pages, on_disk)
+            for behind in () if rest is None else (rest,) if self._states else (rest, 0):
+                seen = ((group, digest) for group in windows for digest in group.seen(hashes, behind))
+                if all(self._has(*each, on_disk) for each in seen):
+                    return hashes, behind
+        return [], 0
+
+    def num_stored(self, ids: Sequence[int], salt: bytes) -> int:
+        """Return how many first tokens of a text are stored, whether or not a sequence can begin with all."""
+        hashes = digests(ids, salt)
+        while hashes and not self._has(self._main, hashes[-1], on_disk=True):
+            hashes.pop()
+        length = len(hashes) * PAGE_SIZE
+        before, behind = hashes[-1] if hashes else root(salt), ids[length : length + PAGE_SIZE]
+        return length + self._main.prefix.most_alike(before, behind)[1]
+
+    def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
+        """Return the tokens behind a text in the page that was stored last; none: nothing is stored."""
+        hashes = digests(ids, salt)
+        stored = self._main.prefix.stored_after(hashes[-1] if hashes else root(salt))
+        return list(stored[len(ids) % PAGE_SIZE :])
+
+    def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
+        """Read pages that a prompt begins with from disk, ``most`` of them at most, for sequences to share.
+
+        Returns whether there may be more to read.
+        """
+        if self.disk is None:
+            return False
+        with self._turn, suppress(FileNotFoundError):
+            prefix = self._stored(prompt, salt, whole_pages)
+            hashes = prefix.page_hashes
+            for group in self._groups:
+                group.prefix.use(hashes)
+            needed = (page for group in self._groups for page in prefix.pages(group))
+            missing = [(group, number) for group, number in needed if hashes[number] not in group.prefix]
+            missing.sort(key=lambda page: page[1])  # what is before a wrong page has been read, and is right
+            for group, number, rows in islice(_read(self.disk, prefix, missing), most):
+                before = hashes[number - 1] if number else root(salt)
+                if not group.take_in(hashes[number], before, prefix.page_ids(number), rows):
+                    return False
+            mx.eval([layer.arrays for group in self._groups for layer in group.layers])
+            if len(missing) > most:
+                return True
+            if self._states and hashes and self._main.prefix.checkpoints.states(hashes[-1]) is None:
+                text, states = as_text(prefix.ids, salt), self.disk.states(hashes[-1])
+                self._main.prefix.keep(hashes[-1], Checkpoint(text, len(text), states=states))
+            return False
+        return True
+
+    def read_into(self, sequence: PoolSequence, prompt: Sequence[int]) -> None:
+        """Have a single pool's sequence read a prefix from disk, if that is longer than what it has."""
+        if self.disk is None:
+            return
+        prefix = self._stored(prompt, sequence.salt, whole_pages=False)
+        if len(prefix.ids) <= sequence.length:
+            return
+        sequence.trim(sequence.length)
+        lost = {layer: prefix.first[group] * PAGE_SIZE for group in self._groups for layer in group.layers}
+        with suppress(FileNotFoundError), sequence.filling(lost, prefix.ids):
+            for group, table in zip(self._groups, sequence.tables, strict=True):
+                for _, number, rows in _read(self.disk, prefix, prefix.pages(group)):
+                    group.put_page(table.pages[number - table.start // PAGE_SIZE], rows)
+                mx.eval([layer.arrays for layer in group.layers])
+            if self._states:
+                sequence.will_have(len(prefix.ids), self.disk.states(prefix.page_hashes[-1]))
+
+    def _stored(self, prompt: Sequence[int], salt: bytes, whole_pages: bool) -> StoredPrefix:
+        """Return the longest prefix whose pages are in the pool or on disk."""
+        hashes, rest = self.find(prompt, salt, whole_pages, on_disk=True)
+        first = {group: len(hashes) - len(group.seen(hashes, rest)) for group in self._groups}
+        length = len(hashes) * PAGE_SIZE
+        if rest and self._states:
+            ids = prompt[length : length + rest]
+            hashes = [*hashes, extended(hashes[-1] if hashes else root(salt), ids)]
+            length += rest
+        return StoredPrefix(prompt[:length], hashes, first)
+
+    def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, on_disk: bool) -> int | None:
+        """Return how many of the tokens behind a text can be copied; None: no sequence can begin there."""
+        if not self._states:
+            alike = 0 if whole_pages else self._alike(before, ids)
+            return alike if alike >= FEWEST_COPIED else 0
+        kept = self._main.prefix.kept_behind(before, ids)
+        if not on_disk or self.disk is None:
+            here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
+            return next(here, None)
+        for count in range(0 if whole_pages else len(ids), -1, -1):
+            digest = extended(before, ids[:count]) if count else before
+            pages = (self._has(group, digest, on_disk) for group in self._groups)
+            if (count in kept or self.disk.has(None, digest)) and (not count or all(pages)):
+                return count
+        return None
+
+    def _alike(self, before: bytes, ids: Sequence[int]) -> int:
+        """Return how many of the tokens behind a text have rows in all layers."""
+        return min(group.prefix.most_alike(before, ids)[1] for group in self._groups)
+
+    def _has(self, group: PagedLayers, digest: bytes, on_disk: bool) -> bool:
+        """Return whether a layer group's page at the end of a text is stored."""
+        if digest in group.prefix:
+            return True
+        return on_disk and self.disk is not None and self.disk.has(group, digest)
+
+
+def _read(
+    disk: PoolDisk, prefix: StoredPrefix, pages: Sequence[Page]
+) -> Iterator[tuple[PagedLayers, int, list[mx.array]]]:
+    """Read pages from disk: of each the layer group, its number and its rows.
+
+    Raise FileNotFoundError at one that is gone, and remove those behind it. They are going to be computed and
+    written again: they may be wrong as well, which only a restart would show.
+    """
+    for place, (group, number) in enumerate(pages):
+        try:
+            rows = disk.page(group, prefix.page_hashes[number], len(prefix.page_ids(number)))
+        except FileNotFoundError:
+            for other, behind in pages[place:]:
+                disk.remove(other, prefix.page_hashes[behind])
+            raise
+        yield group, number, rows
