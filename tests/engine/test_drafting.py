@@ -9,8 +9,9 @@ import pytest
 from support.drafts import KnownDrafts
 from support.runs import Run
 
-from kvant.engine.decoding import BatchDecoder, Step
 from kvant.engine.drafts import LOSS, DraftChoice, Drafter, SuffixDrafter
+from kvant.engine.speculation import Speculation, SpeculativeStep
+from kvant.engine.step import Step
 from kvant.models import Decoder
 
 
@@ -162,15 +163,16 @@ def test_a_run_drafts_while_it_pays(
     pocket: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
     """A step takes a second, or one for every token. A third of what is drafted is wrong."""
-    model, read, clock = pocket[0], BatchDecoder.read, 0.0
+    model, finish, clock = pocket[0], Speculation.finish, 0.0
 
-    def took(self: BatchDecoder, step: Step, following: Step | None, *, is_counted: bool) -> None:
+    def took(self: Speculation, step: Step, following: Step | None) -> None:
         nonlocal clock
-        clock += 1 + (0 if pays or step.drafts is None else max(map(len, step.drafts)))
-        read(self, step, following, is_counted=is_counted)
+        drafted = max(map(len, step.drafts)) if isinstance(step, SpeculativeStep) else 0
+        clock += 1 + (0 if pays else drafted)
+        finish(self, step, following)
 
-    monkeypatch.setattr(BatchDecoder, "read", took)
-    monkeypatch.setattr("kvant.engine.decoding.time", SimpleNamespace(perf_counter=lambda: clock))
+    monkeypatch.setattr(Speculation, "finish", took)
+    monkeypatch.setattr("kvant.engine.speculation.time", SimpleNamespace(perf_counter=lambda: clock))
     plain = [token for token, _ in Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100)]
     drafts = KnownDrafts(text=[5, 6, 7, *plain], mistakes=0.33)
     run = Run(model, [5, 6, 7], model.make_cache(128), max_tokens=100, drafts=drafts)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from kvant.cache import KVCache
 from kvant.engine.request import PREFILL_STEP_SIZE, Request, Token, check_count
+from kvant.engine.request_state import RequestState
 from kvant.engine.scheduler import Scheduler
-from kvant.engine.work import Work
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 
@@ -45,7 +45,7 @@ class CacheScheduler(Scheduler):
         """Tokens that the cache holds for what was handed out."""
         return self.sequence.length - self.sequence.lookahead
 
-    def submit(self, request: Request | Work) -> None:
+    def submit(self, request: Request | RequestState) -> None:
         with self.cache.turn:
             super().submit(request)
             self.sequence.go_back(self._kept)  # what was left suspended here does not go on
@@ -83,7 +83,7 @@ class CacheScheduler(Scheduler):
     def cancel(self, request: Request, answer: int | None = None) -> None:
         super().cancel(request, answer)
         if self._later and self._later[-1].finish_reason is not None:  # it has ended, which was not said yet
-            self._ready.append(Token(request, 0, None, finish_reason="cancelled"))
+            self._tokens.append(Token(request, 0, None, finish_reason="cancelled"))
         self._drop()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -99,7 +99,7 @@ class CacheScheduler(Scheduler):
             if self._last is None or is_full or not self._is_mine:
                 return
             if self.sequence.step is None:
-                self._decoder.feed(batch, [[self._last]])
+                self._builder.feed(batch, [[self._last]])
             else:
                 batch.commit(1, ids=[[self._last]])
             self._last = None
@@ -107,7 +107,7 @@ class CacheScheduler(Scheduler):
 
     def _end_all(self, error: BaseException | None = None) -> None:
         super().close(error)
-        self._ready.clear()
+        self._tokens.clear()
         self._later.clear()
 
     def _drop(self) -> None:

@@ -21,6 +21,7 @@ RETRY = 128  # steps times 2^level, after which a match half as long is tried ag
 SAMPLES = 9  # of the time of a step, of which the lower quartile counts
 # suffixes of which a new token becomes the latest place: a bound, for a text of one token repeated
 RENEWED = 8
+READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt delays nobody
 
 
 @dataclass(slots=True)
@@ -228,6 +229,23 @@ class Drafts:
         before.
         """
         return [drafter.propose(count) for drafter, count in zip(drafters, counts, strict=True)]
+
+
+class Drafting:
+    """How one answer drafts: where drafts come from, and what its drafter knows of its tokens."""
+
+    def __init__(self, source: Drafts, salt: bytes, tokens: int) -> None:
+        """For an answer of so many tokens at most, to a request of this salt."""
+        self.source = source
+        self.drafter = source.for_answer(salt, tokens)
+        self._num_read = 0
+
+    def update(self, tokens: Sequence[int]) -> bool:
+        """Tell the drafter new tokens, a bounded number a step. Returns whether it knows all of them."""
+        new = tokens[self._num_read : self._num_read + READ_AT_ONCE]
+        self.drafter.extend(new)
+        self._num_read += len(new)
+        return self._num_read == len(tokens)
 
 
 def drafts_of(draft: object) -> Drafts | None:

@@ -39,7 +39,7 @@ class Row:
     keep: bool = False  # all log-probabilities are, if any row asks for them
 
 
-class Picked(NamedTuple):
+class SampledToken(NamedTuple):
     """A row's token, its log-probability, the most probable tokens with theirs, and all (vocab,) if they
     are kept.
     """
@@ -65,7 +65,7 @@ class Sampled:
         """All of it, to be evaluated. Log-probabilities kept lazily would hold the cache's buffers."""
         return [self.tokens, self.logprobs, *(each for each in self.tops if each is not None)]
 
-    def read(self) -> list[Picked | Exception]:
+    def read(self) -> list[SampledToken | Exception]:
         """Wait for it. A row that no token can be drawn from has a LogitsError; most probable tokens come
         first.
         """
@@ -80,7 +80,7 @@ class Sampled:
             kept = [self.logprobs.squeeze(0)] if len(tokens) == 1 else list(self.logprobs)
         each = zip(self.rows, tokens, logprobs, self.tops, kept, strict=True)
         return [
-            _no_token(row, own) or Picked(token, own, _pairs(top), rest)
+            _no_token(row, own) or SampledToken(token, own, _pairs(top), rest)
             for row, token, own, top, rest in each
         ]
 
@@ -99,7 +99,7 @@ def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab
             raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
 
 
-def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
+def sample_step(logits: mx.array, rows: Sequence[Row]) -> Sampled:
     """The next token of every row; arguments and errors are those of :func:`sample_rows`."""
     tokens, logprobs = sample_rows(logits, rows)
     keep = any(row.keep for row in rows)
@@ -110,7 +110,7 @@ def pick_rows(logits: mx.array, rows: Sequence[Row]) -> Sampled:
     return Sampled(rows, tokens, chosen, found)
 
 
-def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picked]:
+def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[SampledToken]:
     """Tokens of a text, each with its log-probability and the ``top`` most probable ones by its logits (T,
     vocab).
     """
@@ -125,7 +125,7 @@ def read_tokens(logits: mx.array, tokens: Sequence[int], top: int) -> list[Picke
     for each in found:
         if isinstance(each, Exception):
             raise each
-    return [each for each in found if isinstance(each, Picked)]
+    return [each for each in found if isinstance(each, SampledToken)]
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

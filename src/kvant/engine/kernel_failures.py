@@ -1,0 +1,30 @@
+"""A failure of the fused kernel in a step: it is reported, and recorded for later caches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvant.cache.pool import Pool
+from kvant.errors import KernelError, one_line
+from kvant.operators import kernel_record
+
+
+@contextmanager
+def kernel_failures(pool: Pool) -> Iterator[None]:
+    """Raise MLX's errors in a step as a KernelError, if the pool uses the fused kernel.
+
+    MLX raises a plain RuntimeError or ValueError, whatever failed. Arrays that the step changed may be lost.
+    The failure is recorded: later caches of these formats, in other processes too, do without the kernel.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if type(error) not in (RuntimeError, ValueError) or pool.backend is None:
+            raise
+        said = f"a step failed: {one_line(error)}"
+        kernel_record.keep(
+            {layer.use: said for layer in pool.layers if layer.backend is not None}, pool.backend
+        )
+        raise KernelError(
+            f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes "
+            f"without it"
+        ) from error

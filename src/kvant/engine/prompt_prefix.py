@@ -1,0 +1,149 @@
+"""What a prompt shares with other requests: its prefix, read from disk too, and its checkpoints."""
+
+import logging
+from collections.abc import Collection, Sequence
+
+from kvant.cache.pool import Pool, PoolSequence
+
+logger = logging.getLogger("kvant.engine")
+
+LOGGED_TOKENS = 8  # of a prompt that is not shared
+FETCHED_PAGES = 4  # read from disk in one step
+MIN_FETCHES = 8  # steps that may read from disk, in addition to one for each page
+CHECKPOINT_DISTANCE = 2048  # tokens at least between checkpoints in the middle of a prompt
+
+
+class PromptPrefix:
+    """A prompt's shared prefix, and the checkpoints that later prompts are likely to continue from."""
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        known: Sequence[int],
+        salt: bytes,
+        stop_tokens: Collection[int],
+        pool: Pool,
+        *,
+        unit: int,
+    ) -> None:
+        """
+        Args:
+            ids: of the whole text, with what a cache of the request's own holds.
+            known: what of it may be shared with others; empty: nothing.
+            salt: texts share only with those of the same one.
+            stop_tokens: they end a conversation's messages.
+            pool: shares the pages.
+            unit: checkpoints are at multiples of so many tokens; above 1, only whole pages are shared.
+        """
+        self.known = known
+        self._ids = ids
+        self._salt = salt
+        self._pool = pool
+        self._unit = unit
+        self._whole_pages = unit > 1
+        # Chunks end at the checkpoints. Heads are those that other conversations may begin with.
+        self.checkpoints, self._heads = _checkpoints(ids, stop_tokens, pool.checkpoints, unit)
+        self.miss = ""  # why no more was shared, as of :class:`kvant.engine.request.Token`
+        self._fetches = 0
+
+    def fetch(self, max_tokens: int) -> bool:
+        """Read a few pages of the prompt from disk, if a sequence of so many tokens has room.
+
+        Returns whether there is more to read. Reading ends after a bounded number of steps, even if others
+        need the pages meanwhile.
+        """
+        if self._pool.disk is None or not self._pool.fits(max_tokens):
+            return False
+        self._fetches += 1
+        again = self._pool.prefixes.fetch(
+            self.known, salt=self._salt, whole_pages=self._whole_pages, most=FETCHED_PAGES
+        )
+        pages = len(self._ids) // self._pool.page_size * len(self._pool.parts)
+        return again and self._fetches <= MIN_FETCHES + pages
+
+    def open(self, max_tokens: int) -> PoolSequence:
+        """Open the sequence that the prompt is fed to, with the beginning that others have fed."""
+        return self._pool.sequence(max_tokens, self.known, salt=self._salt, whole_pages=self._whole_pages)
+
+    def opened(self, sequence: PoolSequence) -> None:
+        """Note what the sequence shares, and have a checkpoint where the prompt and a stored text diverge."""
+        if not self.known or self._pool.single:
+            return
+        start = sequence.length
+        self._explain(start)
+        if not self._pool.checkpoints:
+            return
+        head = self._pool.prefixes.num_stored(self.known, self._salt) // self._unit * self._unit
+        before = max(place for place in (0, start, *self.checkpoints) if place <= head)
+        if head - before >= self._pool.page_size:
+            self.checkpoints = sorted([*self.checkpoints, head])
+            self._heads = {*self._heads, head}
+        elif head == start and self._pool.has_windows:  # it was joined where pages happened to be
+            self.share(sequence, last_page=not self._whole_pages, is_head=True)
+
+    def _explain(self, shared: int) -> None:
+        """Note and log why no more of the prompt was shared."""
+        stored = self._pool.prefixes.stored_after(self._ids[:shared], self._salt)
+        if not stored:
+            self.miss = "new"
+        elif stored == self._ids[shared : shared + len(stored)]:
+            self.miss = "unkept"
+        else:
+            self.miss = "differs"
+        sent = self._ids[shared : shared + LOGGED_TOKENS]
+        logger.debug(
+            "%d of %d prompt tokens were stored; then %s, sent %s",
+            shared,
+            len(self._ids),
+            stored[:LOGGED_TOKENS],
+            sent,
+        )
+
+    @property
+    def last_checkpoint(self) -> int:
+        """Tokens up to the last checkpoint in the prompt; all of them if there is none."""
+        return self.checkpoints[-1] if self.checkpoints else len(self._ids)
+
+    def next_checkpoint(self, start: int) -> int:
+        """Tokens up to the first checkpoint after ``start``, or up to the prompt's end."""
+        return min([len(self._ids), *(place for place in self.checkpoints if start < place)])
+
+    def chunk_fed(self, sequence: PoolSequence, upto: int | None) -> None:
+        """Share what was fed, if later it could not be: windows move on, states change, and writing a whole
+        prompt to disk at once would take long.
+
+        ``upto``: tokens at the beginning that may be shared; None: all.
+        """
+        length = sequence.length
+        is_checkpoint = length in self.checkpoints
+        if self._pool.has_windows or is_checkpoint or self._pool.disk is not None:
+            self.share(
+                sequence,
+                upto,
+                last_page=is_checkpoint and not self._whole_pages,
+                mid_prompt=not is_checkpoint,
+                is_head=length in self._heads,
+            )
+
+    def share(self, sequence: PoolSequence, upto: int | None = None, **options: bool) -> None:
+        """Let later requests begin with what was fed; options as in :meth:`PoolSequence.share_prefix`."""
+        sequence.share_prefix(upto, asked=self.last_checkpoint, **options)
+
+
+def _checkpoints(
+    ids: Sequence[int], stop_tokens: Collection[int], count: int, unit: int
+) -> tuple[list[int], Collection[int]]:
+    """Return the lengths at which later prompts are likely to continue, multiples of ``unit``, and the heads.
+
+    These are the ends of the first message (system prompt and tools) and of the last two: the answer in
+    between may be rendered differently the next time. A quarter of the pool's ``count`` checkpoints lie in
+    between. A head is the end of a first message that is not the last one.
+    """
+    if not count:
+        return [], ()
+    ends = [place for place, token in enumerate(ids, 1) if token in stop_tokens] or [len(ids) - 1]
+    distance = CHECKPOINT_DISTANCE * -(-len(ids) // (CHECKPOINT_DISTANCE * max(1, count // 4)))
+    between = range(distance, len(ids), distance)
+    found = {place // unit * unit for place in (*ends[:1], *ends[-2:], *between)}
+    heads = {place // unit * unit for place in ends[:-1][:1]}
+    return sorted(place for place in found if 0 < place < len(ids)), heads

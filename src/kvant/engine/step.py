@@ -1,0 +1,114 @@
+"""A decoding step: the last token of every running answer is fed, and the next one is sampled."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from kvant.cache.pool import Pool
+from kvant.cache.pool_batch import PoolBatch
+from kvant.engine.kernel_failures import kernel_failures
+from kvant.engine.request_state import Answer
+from kvant.engine.row_sampling import Sampled, SampledToken, sample_step
+from kvant.engine.sequential_sampling import sample_each
+from kvant.models import LanguageModel
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A step that was begun. The scheduler calls :meth:`start`, :meth:`wait` and :meth:`tokens` in turn."""
+
+    answers: list[Answer]
+    batch: PoolBatch
+    logits: mx.array  # (rows, vocab), the answers' rows first; not evaluated
+    sampled: Sampled | None  # the next tokens; None: something has to see each token before the next
+    is_lookahead: bool = False  # it was begun before the tokens that it feeds were read
+    error: Exception | None = None  # why a lookahead could not be begun; start raises it
+    results: list[SampledToken | Exception] = field(default_factory=list)  # what wait read
+
+    def start(self) -> None:
+        """Queue the computation, and commit the tokens that the step feeds."""
+        if self.error is not None:
+            raise self.error
+        if self.sampled is not None and not self.is_lookahead:
+            mx.async_eval(self.sampled.arrays)
+        self.batch.commit(ids=[answer.tokens[-1:] for answer in self.answers])
+
+    @property
+    def may_look_ahead(self) -> bool:
+        """Whether the step after this one can begin before this one's tokens were read."""
+        return True
+
+    def wait(self) -> None:
+        """Wait until the step was computed."""
+        if self.sampled is None:
+            mx.eval(self.logits)
+        else:
+            self.results = self.sampled.read()
+
+    def tokens(self) -> list[tuple[Answer, SampledToken | Exception, bool]]:
+        """Return the answers' next tokens, and whether each was drafted."""
+        results = sample_each(self.logits, self.answers) if self.sampled is None else self.results
+        return [(answer, each, False) for answer, each in zip(self.answers, results, strict=True)]
+
+
+class StepBuilder:
+    """Begins the steps of a model and a pool."""
+
+    def __init__(self, model: LanguageModel, pool: Pool, *, rows: int | None) -> None:
+        """``rows``: of every step, those beyond the answers being padding; None: one for each answer."""
+        self._model = model
+        self._pool = pool
+        self._rows = rows
+
+    def begin(
+        self, answers: Sequence[Answer], ids: mx.array | None = None, unread: Collection[Answer] = ()
+    ) -> Step:
+        """Begin a step.
+
+        ``ids`` (B,): the last token of each answer; None: those of ``answer.tokens``. The ids of ``unread``
+            answers are not computed yet.
+        """
+        if ids is None:
+            ids = mx.array([answer.tokens[-1] for answer in answers])
+        rows = self._rows or len(answers)
+        if padding := rows - len(answers):
+            ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
+        batch = self._pool.batch([answer.sequence for answer in answers], rows)
+        logits = self._model.next_logits(ids[:, None], batch)
+        sampled = None
+        if unread or not any(answer.is_sequential for answer in answers):
+            new = [ids[row : row + 1] if answer in unread else () for row, answer in enumerate(answers)]
+            each = [answer.row(after) for answer, after in zip(answers, new, strict=True)]
+            sampled = sample_step(logits, each)
+        return Step(list(answers), batch, logits, sampled, is_lookahead=bool(unread))
+
+    def begin_lookahead(self, step: Step, running: Sequence[Answer]) -> Step | None:
+        """Begin the step after one whose tokens were not read yet.
+
+        Returns None if no answer continues, or if one has to see its token first. A step that cannot be begun
+        raises its error when it is started: after the tokens of the step before were handed out.
+        """
+        if step.sampled is None:
+            return None
+        rows = {answer: row for row, answer in enumerate(step.answers)}
+        answers = [answer for answer in running if answer.left > (answer in rows)]
+        if not answers or any(answer.is_sequential for answer in answers):
+            return None
+        try:
+            ids = step.sampled.tokens
+            if answers != step.answers:
+                last = [
+                    ids[rows[one] : rows[one] + 1] if one in rows else mx.array(one.tokens[-1:], ids.dtype)
+                    for one in answers
+                ]
+                ids = mx.concatenate(last)
+            return self.begin(answers, ids, rows)
+        except Exception as error:
+            return Step(list(running), step.batch, step.logits, None, error=error)
+
+    def feed(self, batch: PoolBatch, ids: list[list[int]]) -> None:
+        """Feed tokens whose logits are not needed, and commit them."""
+        with kernel_failures(self._pool):
+            mx.eval(self._model.feed(mx.array(ids), batch))
+        batch.commit(ids=ids)
