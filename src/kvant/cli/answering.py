@@ -19,7 +19,7 @@ from kvant.cli.terminal import say
 from kvant.engine.model_drafts import check_drafts
 from kvant.engine.request import CHUNK, Request, pool_reservation, reservation
 from kvant.engine.scheduler import Scheduler
-from kvant.engine.stream import GenerationResponse, Wanted, responses
+from kvant.engine.stream import GenerationResponse, TextRequest, responses
 from kvant.errors import ContextError
 from kvant.machine import Machine
 from kvant.models.config import ModelConfig
@@ -68,7 +68,7 @@ def answer_together(
         cache = session.model.reserve_cache(max(*needs, held), session.settings.cache)
         rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
     wanted = [
-        Wanted(
+        TextRequest(
             Request(
                 rest or question.ids,
                 question.max_tokens,

@@ -25,7 +25,7 @@ from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import PromptProgress, Request
 from kvant.engine.sampler import greedy
 from kvant.engine.sampling import SamplingOptions
-from kvant.engine.stream import GenerationResponse, Wanted, responses
+from kvant.engine.stream import GenerationResponse, TextRequest, responses
 
 SEQUENCES = 8  # at once, where nobody says how many
 
@@ -200,5 +200,5 @@ def _answer(
         keep_logprobs=True,
     )
     scheduler = CacheScheduler(session.model, session.cache, prefill_step_size=run.prefill_step_size)
-    answer = responses(scheduler, [Wanted(request, question.stop)], session.tokenizer, started)
+    answer = responses(scheduler, [TextRequest(request, question.stop)], session.tokenizer, started)
     return ((0, response) for response in answer)

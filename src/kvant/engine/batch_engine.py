@@ -80,13 +80,13 @@ class BatchEngine:
         error cancels.
         """
         check_process()
-        work = self._scheduler.check(request)
+        state = self._scheduler.check(request)
         with self._changed:
             if self._error is not None:
                 raise self._failure(self._error)
             if self._closing:
                 raise EngineError("the engine was closed; it takes no further requests")
-            self._scheduler.submit(work)
+            self._scheduler.submit(state)
             self._clients[request] = deliver, set(range(request.answers))
             self._last_sign = self._last_sign or time.monotonic()
             self._changed.notify_all()

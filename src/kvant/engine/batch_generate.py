@@ -22,7 +22,7 @@ from kvant.engine.request import (
 )
 from kvant.engine.sampler import Sampler, for_a_run, for_answer, greedy
 from kvant.engine.scheduler import Scheduler
-from kvant.engine.stream import GenerationResponse, Wanted, responses
+from kvant.engine.stream import GenerationResponse, TextRequest, responses
 from kvant.errors import ArgumentError, ContextError, PromptError
 from kvant.models import LanguageModel
 from kvant.sizes import format_bytes
@@ -182,7 +182,7 @@ def batch_generate(
     options = cache_options(max_kv_size, kv_bits, kv_group_size)
     stops = check_stops(stop)
     shared = for_a_run(sampler or greedy)
-    wanted: list[Wanted] = []
+    wanted: list[TextRequest] = []
     needs: list[int] = []
     for number, prompt in enumerate(prompts):
         limit = max_tokens[number] if isinstance(max_tokens, Sequence) else max_tokens
@@ -204,7 +204,7 @@ def batch_generate(
             cache=cache,
             keep_cache=return_prompt_caches,
         )
-        wanted.append(Wanted(request, stops, [end for end in ends if len(end) > 1]))
+        wanted.append(TextRequest(request, stops, [end for end in ends if len(end) > 1]))
     stats = BatchStats()
     pieces: list[list[GenerationResponse]] = [[] for _ in wanted]
 

@@ -19,7 +19,7 @@ from kvant.engine.model_drafts import ModelDrafts, PooledDrafts, asked_drafts
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.request import PREFILL_STEP_SIZE, PromptProgress, Request, check_stops, limit_in_words
 from kvant.engine.sampler import Sampler
-from kvant.engine.stream import GenerationResponse, Wanted, responses
+from kvant.engine.stream import GenerationResponse, TextRequest, responses
 from kvant.errors import ContextError, PromptError, SnapshotError
 from kvant.files import unique_keys
 from kvant.models import LanguageModel
@@ -253,7 +253,7 @@ class Conversation:
 
         first = request(max_tokens)
         self.reused_tokens = self._cache.keep_common(prompts[0].ids)
-        answer = responses(scheduler, [Wanted(first, stops, following=go_on)], self._tokenizer, started)
+        answer = responses(scheduler, [TextRequest(first, stops, following=go_on)], self._tokenizer, started)
         self._prompt_text = prompts[0].text
         self._turn = self._record(prompts, answer)
         return self._turn

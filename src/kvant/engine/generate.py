@@ -20,7 +20,7 @@ from kvant.engine.request import (
     reservation,
 )
 from kvant.engine.sampler import Sampler
-from kvant.engine.stream import GenerationResponse, Wanted, responses
+from kvant.engine.stream import GenerationResponse, TextRequest, responses
 from kvant.errors import ArgumentError
 from kvant.models import LanguageModel
 from kvant.text.prompt import encode_prompt
@@ -112,19 +112,7 @@ def stream_generate(
         prompt = [0] * len(input_embeddings)
     ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
     if input_embeddings is not None:
-        if model.embedding_size is None or drafts is not None:
-            reason = (
-                f"this {model.config.model_type} takes ids alone" if drafts is None else "drafts need ids"
-            )
-            raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
-        given = (
-            input_embeddings.shape
-            if isinstance(input_embeddings, mx.array)
-            else type(input_embeddings).__name__
-        )
-        if given != (expected := (len(ids), model.embedding_size)):
-            said = f"is {given}; expected {expected} for the prompt's {len(ids)} tokens"
-            raise ArgumentError("input_embeddings", said)
+        _check_embeddings(input_embeddings, len(ids), model, drafting=drafts is not None)
     if prompt_cache is None:
         cache = model.reserve_cache(reservation(model, len(ids), max_tokens, max_kv_size), options)
     else:
@@ -142,7 +130,7 @@ def stream_generate(
         progress=prompt_progress_callback,
         keep_logprobs=True,
     )
-    answer = responses(scheduler, [Wanted(request, stops)], tokenizer, started)
+    answer = responses(scheduler, [TextRequest(request, stops)], tokenizer, started)
     return answer if prompt_cache is None else _kept(scheduler, answer)
 
 
@@ -163,6 +151,20 @@ def check_given(
     for name, given, held in said:
         if given not in (None, held):
             raise ArgumentError(name, f"is {given}; {held} is that of the", "prompt_cache")
+
+
+def _check_embeddings(embeddings: object, num_ids: int, model: LanguageModel, *, drafting: bool) -> None:
+    """Refuse what cannot replace the embeddings of so many ids."""
+    if model.embedding_size is None:
+        reason = f"this {model.config.model_type} takes ids alone"
+        raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
+    if drafting:
+        raise ArgumentError("input_embeddings", "is given; expected None: drafts need ids")
+    expected = (num_ids, model.embedding_size)
+    given = embeddings.shape if isinstance(embeddings, mx.array) else type(embeddings).__name__
+    if given != expected:
+        said = f"is {given}; expected {expected} for the prompt's {num_ids} tokens"
+        raise ArgumentError("input_embeddings", said)
 
 
 def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:

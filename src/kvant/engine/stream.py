@@ -63,61 +63,55 @@ class GenerationResponse:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TextRequest:
     """A request, and what ends the text of its answers."""
 
     request: Request
     stop: Sequence[str] = ()  # strings; a text ends before the first of them
     stop_sequences: Sequence[Sequence[int]] = ()  # token ids in a row; an answer ends with the first of them
-    # called with an answer's tokens when the context is full. It returns what makes the request that goes on
-    # with it, which is called when a further token is asked for; None: there is none
+    # Called with an answer's tokens when the context is full. Returns a factory for the continuation request,
+    # called when the next token is needed, or None
     following: Callable[[list[int]], Callable[[], Request] | None] | None = None
 
 
-class _Answer:
-    """An answer under way."""
+class AnswerText:
+    """The text of an answer, token by token."""
 
-    def __init__(self, number: int, wanted: Wanted, tokenizer: Tokenizer) -> None:
+    def __init__(self, number: int, wanted: TextRequest, tokenizer: Tokenizer) -> None:
         # where its text ended it; the scheduler has yet to say so
         self.last: GenerationResponse | None = None
         self.after = 0  # tokens behind that, which came with it
-        self.following: Callable[[], Request] | None = None  # what goes on with it after its last token
-        self._number, self._wanted = number, wanted
+        self.following: Callable[[], Request] | None = None  # makes the request that continues it
+        self._number = number
+        self._wanted = wanted
         self._text = TextStream(tokenizer, wanted.stop)
         self._tokens: list[int] = []
-        self._first_s = self._previous_s = 0.0
-        self._fed = 0
+        self._first_s = 0.0  # seconds until the first token
+        self._previous_s = 0.0
+        self._prompt_tokens = 0  # of the prompt, that were fed
 
     def take(self, token: Token, seconds: float, drafts: DraftCounts | None) -> GenerationResponse:
-        """Its next token, so many seconds after the stream began, and what drafts did until then."""
+        """Add the next token, which was ready so many seconds after the stream began.
+
+        ``drafts``: what drafts achieved until then.
+        """
         assert token.token is not None and token.logprob is not None  # noqa: PT018
         self._tokens.append(token.token)
+        text, reason = self._add(token.token, token.finish_reason)
         count = len(self._tokens)
-        wanted, reason = self._wanted, token.finish_reason
-        if wanted.stop_sequences and any(
-            self._tokens[-len(row) :] == list(row) for row in wanted.stop_sequences
-        ):
-            reason = "stop"
-        text = "" if reason == "stop" else self._text.add(token.token)
-        self.following = None
-        if reason == "context" and not self._text.stopped and wanted.following is not None:
-            self.following = wanted.following(self._tokens)
-            reason = reason if self.following is None else None
-        if reason is not None and not self._text.stopped:
-            text += self._text.finish()
-        if self._text.stopped:
-            reason = "stop"
         if count == 1:
             self._first_s = seconds
-            self._fed = 0 if token.answer else len(wanted.request.prompt) - token.cached_tokens
-        latency_s, self._previous_s = seconds - self._previous_s, seconds
+            prompt_tokens = len(self._wanted.request.prompt) - token.cached_tokens
+            self._prompt_tokens = 0 if token.answer else prompt_tokens
+        latency_s = seconds - self._previous_s
+        self._previous_s = seconds
         return GenerationResponse(
             text=text,
             token=token.token,
             logprobs=token.logprobs,
             from_draft=token.from_draft,
-            prompt_tokens=self._fed,
-            prompt_tps=self._fed / self._first_s,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tps=self._prompt_tokens / self._first_s,
             generation_tokens=count,
             generation_tps=(count - 1) / (seconds - self._first_s) if seconds > self._first_s else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
@@ -131,9 +125,25 @@ class _Answer:
             cache=token.cache,
         )
 
+    def _add(self, token: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
+        """Return the next piece of text, and why it ends here; None: it does not."""
+        ends = self._wanted.stop_sequences
+        if any(self._tokens[-len(end) :] == list(end) for end in ends):
+            reason = "stop"
+        text = "" if reason == "stop" else self._text.add(token)
+        self.following = None
+        if reason == "context" and not self._text.stopped and self._wanted.following is not None:
+            self.following = self._wanted.following(self._tokens)
+            reason = reason if self.following is None else None
+        if reason is not None and not self._text.stopped:
+            text += self._text.finish()
+        if self._text.stopped:
+            reason = "stop"
+        return text, reason
+
 
 def responses(
-    scheduler: Scheduler, wanted: Sequence[Wanted], tokenizer: Tokenizer, started: float | None = None
+    scheduler: Scheduler, wanted: Sequence[TextRequest], tokenizer: Tokenizer, started: float | None = None
 ) -> Generator[GenerationResponse, None, None]:
     """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none
     waits.
@@ -143,7 +153,7 @@ def responses(
     """
     began = time.perf_counter() if started is None else started
     pending = deque(enumerate(wanted))
-    answers: dict[tuple[Request, int], _Answer] = {}
+    answers: dict[tuple[Request, int], AnswerText] = {}
     is_drafting = any(each.request.drafts is not None for each in wanted)
 
     def submit() -> None:
@@ -151,7 +161,7 @@ def responses(
             number, each = pending.popleft()
             scheduler.submit(each.request)
             for answer in range(each.request.answers):
-                answers[each.request, answer] = _Answer(number, each, tokenizer)
+                answers[each.request, answer] = AnswerText(number, each, tokenizer)
 
     def stream() -> Generator[GenerationResponse, None, None]:
         try:
