@@ -7,6 +7,7 @@ from kvant.cache import KVCache
 from kvant.engine.request import PREFILL_STEP_SIZE, Request, Token, check_count
 from kvant.engine.request_state import RequestState
 from kvant.engine.scheduler import Scheduler
+from kvant.engine.step import feed_tokens
 from kvant.models import LanguageModel
 from kvant.models.language_model import context_limit
 
@@ -99,7 +100,7 @@ class CacheScheduler(Scheduler):
             if self._last is None or is_full or not self._is_mine:
                 return
             if self.sequence.step is None:
-                self._builder.feed(batch, [[self._last]])
+                feed_tokens(self._model, batch, [[self._last]])
             else:
                 batch.commit(1, ids=[[self._last]])
             self._last = None

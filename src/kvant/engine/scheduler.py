@@ -18,7 +18,7 @@ from kvant.engine.request_state import Answer, RequestState
 from kvant.engine.row_sampling import SampledToken
 from kvant.engine.sequential_sampling import sample_each
 from kvant.engine.speculation import Speculation
-from kvant.engine.step import Step, StepBuilder
+from kvant.engine.step import Step, begin_lookahead, begin_step, feed_tokens
 from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
@@ -89,8 +89,8 @@ class Scheduler:
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._deterministic = deterministic
-        self._builder = StepBuilder(model, pool, rows=max_batch if deterministic else None)
-        self._speculation = Speculation(model, pool, self._builder)
+        self._rows = max_batch if deterministic else None  # of every step; None: as many as answers
+        self._speculation = Speculation(model, pool)
         self._states: dict[Request, RequestState] = {}  # of every request that has not ended
         self._waiting: deque[RequestState] = deque()
         # the number of free pages when the first waiting request did not fit
@@ -251,7 +251,11 @@ class Scheduler:
         step = self._lookahead
         self._lookahead = None
         self._speculation.update(self._running)
-        return step or self._speculation.begin(self._running) or self._builder.begin(self._running)
+        if step is None:
+            step = self._speculation.begin(self._running)
+        if step is None:
+            step = begin_step(self._model, self._pool, self._running, rows=self._rows)
+        return step
 
     def _begin_lookahead(self, step: Step) -> Step | None:
         """Begin the step after one that is being computed, if nothing has to come before.
@@ -263,7 +267,7 @@ class Scheduler:
             return None
         if not step.may_look_ahead or self._speculation.may_draft_next():
             return None
-        return self._builder.begin_lookahead(step, self._running)
+        return begin_lookahead(self._model, self._pool, step, self._running, rows=self._rows)
 
     def _feed_prompts(self) -> None:
         """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of
@@ -370,7 +374,7 @@ class Scheduler:
         try:
             # mlx-lm's caches hold the last token too.
             if keeps and sequence.length < min(len(answer.tokens), sequence.max_tokens):
-                self._builder.feed(self._pool.batch([sequence]), [answer.tokens[-1:]])
+                feed_tokens(self._model, self._pool.batch([sequence]), [answer.tokens[-1:]])
             if not self._deterministic:  # a token at a time is not how chunks compute it
                 state.prefix.share(sequence, last_page=True)
             if not keeps:

@@ -13,7 +13,7 @@ from kvant.engine.request_state import Answer
 from kvant.engine.row_sampling import SampledToken, sample_step
 from kvant.engine.sampler import rows_of
 from kvant.engine.sequential_sampling import sample_each
-from kvant.engine.step import Step, StepBuilder
+from kvant.engine.step import Step, feed_tokens
 from kvant.models import LanguageModel
 
 
@@ -82,10 +82,9 @@ class SpeculativeStep(Step):
 class Speculation:
     """Decides which steps verify drafts, begins and commits these, and measures whether they pay."""
 
-    def __init__(self, model: LanguageModel, pool: Pool, builder: StepBuilder) -> None:
+    def __init__(self, model: LanguageModel, pool: Pool) -> None:
         self._model = model
         self._pool = pool
-        self._builder = builder
         self._choice = DraftChoice()
         self._ready: list[Answer] = []  # may draft: their drafters know all of their tokens
         # when the last step's tokens were read; None: something else was computed since
@@ -208,7 +207,7 @@ class Speculation:
         else:  # a recurrent state has consumed the whole step: the accepted tokens are fed again
             started = time.perf_counter()
             step.batch.end_step()
-            self._builder.feed(step.batch, ids)
+            feed_tokens(self._model, step.batch, ids)
             took = time.perf_counter() - started  # a part of this step's time, and not of the next one's
             self._step_seconds = None if self._step_seconds is None else self._step_seconds + took
             self._read_at = None if self._read_at is None else self._read_at + took

@@ -52,63 +52,66 @@ class Step:
         return [(answer, each, False) for answer, each in zip(self.answers, results, strict=True)]
 
 
-class StepBuilder:
-    """Begins the steps of a model and a pool."""
+def begin_step(
+    model: LanguageModel,
+    pool: Pool,
+    answers: Sequence[Answer],
+    ids: mx.array | None = None,
+    *,
+    rows: int | None = None,
+    unread: Collection[Answer] = (),
+) -> Step:
+    """Begin a step in which the last token of each answer is fed.
 
-    def __init__(self, model: LanguageModel, pool: Pool, *, rows: int | None) -> None:
-        """``rows``: of every step, those beyond the answers being padding; None: one for each answer."""
-        self._model = model
-        self._pool = pool
-        self._rows = rows
+    Args:
+        ids: (B,) these tokens; None: those of ``answer.tokens``.
+        rows: of the step, those beyond the answers being padding; None: one for each answer.
+        unread: answers whose ids are not computed yet.
+    """
+    if ids is None:
+        ids = mx.array([answer.tokens[-1] for answer in answers])
+    rows = rows or len(answers)
+    if padding := rows - len(answers):
+        ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
+    batch = pool.batch([answer.sequence for answer in answers], rows)
+    logits = model.next_logits(ids[:, None], batch)
+    sampled = None
+    if unread or not any(answer.is_sequential for answer in answers):
+        new = [ids[row : row + 1] if answer in unread else () for row, answer in enumerate(answers)]
+        each = [answer.row(after) for answer, after in zip(answers, new, strict=True)]
+        sampled = sample_step(logits, each)
+    return Step(list(answers), batch, logits, sampled, is_lookahead=bool(unread))
 
-    def begin(
-        self, answers: Sequence[Answer], ids: mx.array | None = None, unread: Collection[Answer] = ()
-    ) -> Step:
-        """Begin a step.
 
-        ``ids`` (B,): the last token of each answer; None: those of ``answer.tokens``. The ids of ``unread``
-            answers are not computed yet.
-        """
-        if ids is None:
-            ids = mx.array([answer.tokens[-1] for answer in answers])
-        rows = self._rows or len(answers)
-        if padding := rows - len(answers):
-            ids = mx.concatenate([ids, mx.zeros(padding, ids.dtype)])
-        batch = self._pool.batch([answer.sequence for answer in answers], rows)
-        logits = self._model.next_logits(ids[:, None], batch)
-        sampled = None
-        if unread or not any(answer.is_sequential for answer in answers):
-            new = [ids[row : row + 1] if answer in unread else () for row, answer in enumerate(answers)]
-            each = [answer.row(after) for answer, after in zip(answers, new, strict=True)]
-            sampled = sample_step(logits, each)
-        return Step(list(answers), batch, logits, sampled, is_lookahead=bool(unread))
+def begin_lookahead(
+    model: LanguageModel, pool: Pool, step: Step, running: Sequence[Answer], *, rows: int | None = None
+) -> Step | None:
+    """Begin the step after one whose tokens were not read yet.
 
-    def begin_lookahead(self, step: Step, running: Sequence[Answer]) -> Step | None:
-        """Begin the step after one whose tokens were not read yet.
+    Returns None if no answer continues, or if one has to see its token first. A step that cannot be begun
+    raises its error when it is started: after the tokens of the step before were handed out.
+    """
+    if step.sampled is None:
+        return None
+    row_of = {answer: row for row, answer in enumerate(step.answers)}
+    answers = [answer for answer in running if answer.left > (answer in row_of)]
+    if not answers or any(answer.is_sequential for answer in answers):
+        return None
+    try:
+        ids = step.sampled.tokens
+        if answers != step.answers:
+            last = [
+                ids[row_of[one] : row_of[one] + 1] if one in row_of else mx.array(one.tokens[-1:], ids.dtype)
+                for one in answers
+            ]
+            ids = mx.concatenate(last)
+        return begin_step(model, pool, answers, ids, rows=rows, unread=row_of)
+    except Exception as error:
+        return Step(list(running), step.batch, step.logits, None, error=error)
 
-        Returns None if no answer continues, or if one has to see its token first. A step that cannot be begun
-        raises its error when it is started: after the tokens of the step before were handed out.
-        """
-        if step.sampled is None:
-            return None
-        rows = {answer: row for row, answer in enumerate(step.answers)}
-        answers = [answer for answer in running if answer.left > (answer in rows)]
-        if not answers or any(answer.is_sequential for answer in answers):
-            return None
-        try:
-            ids = step.sampled.tokens
-            if answers != step.answers:
-                last = [
-                    ids[rows[one] : rows[one] + 1] if one in rows else mx.array(one.tokens[-1:], ids.dtype)
-                    for one in answers
-                ]
-                ids = mx.concatenate(last)
-            return self.begin(answers, ids, rows)
-        except Exception as error:
-            return Step(list(running), step.batch, step.logits, None, error=error)
 
-    def feed(self, batch: PoolBatch, ids: list[list[int]]) -> None:
-        """Feed tokens whose logits are not needed, and commit them."""
-        with kernel_failures(self._pool):
-            mx.eval(self._model.feed(mx.array(ids), batch))
-        batch.commit(ids=ids)
+def feed_tokens(model: LanguageModel, batch: PoolBatch, ids: list[list[int]]) -> None:
+    """Feed tokens whose logits are not needed, and commit them."""
+    with kernel_failures(batch.pool):
+        mx.eval(model.feed(mx.array(ids), batch))
+    batch.commit(ids=ids)
