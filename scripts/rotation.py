@@ -25,7 +25,7 @@ import kvant
 from kvant.cache import pool_batch
 from kvant.engine.load import find_model
 from kvant.machine import environment
-from kvant.operators.front import rotated
+from kvant.operators.key_transform import rotated
 from kvant.tools.report.divergence import Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat, has_bias, parse_formats
 from kvant.tools.report.runs import compare, step_ms

@@ -9,7 +9,7 @@ _started = False  # whether this process has given MLX work
 _forked = False
 
 
-class Turn:
+class ComputeLock:
     """A cache's lock, held by the thread that computes through it. Another thread is refused and does not
     wait.
 
@@ -31,8 +31,8 @@ class Turn:
     def __exit__(self, *raised: object) -> None:
         self._lock.release()
 
-    def __reduce__(self) -> tuple[type["Turn"], tuple[()]]:
-        return Turn, ()  # a copy of a cache has a turn of its own
+    def __reduce__(self) -> tuple[type["ComputeLock"], tuple[()]]:
+        return ComputeLock, ()  # a copy of a cache has a lock of its own
 
 
 class _Cleared:

@@ -71,7 +71,7 @@ def test_pages_of_windows_move(name: str) -> None:
         fed += count
     assert fed == 600
     assert relative_error(mx.concatenate(given, axis=1), expected) < 1e-4
-    parts = zip(cache.pool.parts, cache.sequence.tables, strict=True)
+    parts = zip(cache.pool.groups, cache.sequence.tables, strict=True)
     assert [table.first > 256 for part, table in parts if part.window] == [True]
 
 

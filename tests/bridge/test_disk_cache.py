@@ -77,7 +77,7 @@ def test_a_turn_reads_only_what_is_new(name: str, bits: int, disk: DiskCache) ->
     model, rng = _model(name, **(WINDOWS[name] if of_pages else {})), random.Random(0)
     going_on, pool = server(model, kv_bits=bits)
     # Of a window that is no number of pages its first page may be gone by the end of a page.
-    whole = all(part.window is None or part.window % 128 == 0 for part in pool.parts)
+    whole = all(part.window is None or part.window % 128 == 0 for part in pool.groups)
     system = turn(rng, 150)
     texts = [[*system, *turn(rng, length)] for length in (61, 200)]
     known, stored = [0, len(system)], list[int]()
@@ -274,14 +274,14 @@ def test_a_whole_file_of_something_else_is_none(disk: DiskCache) -> None:
     prompt = [*text, *answer, 5]
     expected = fresh_answers(model, prompt)[0]
     wrong: list[list[mx.array | None]] = [[mx.zeros(3)], [], [None] * 50, [mx.zeros((1, 9, 9, 9))] * 50]
-    for arrays, is_alone in product(wrong, (False, True)):
+    for arrays, is_single in product(wrong, (False, True)):
         disk.flush(30)
         for path in disk.folder.glob("*.kv"):
             disk.remove(path.stem)
             disk.put(path.stem, 100, partial(packed, arrays))
         disk.flush(30)
         scheduler = server(model, disk)[0]
-        if is_alone:
+        if is_single:
             cache = model.make_cache(512, kv_bits=8, checkpoints=6)
             cache.use_disk(disk)
             scheduler = CacheScheduler(model, cache, prefill_step_size=64)

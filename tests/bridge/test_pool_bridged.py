@@ -115,7 +115,7 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
     texts = [tokens for tokens, _ in references]
     for bits in count((0, 4), (0, 8, 4)):
         pool = _pool(model, bits)
-        assert pool.attends_apart == (name not in OWN_ATTENTION)  # that is from padded rows
+        assert pool.attends_separately == (name not in OWN_ATTENTION)  # that is from padded rows
         given = _in_company(model, pool, texts, prompts=prompts)
         for logits, prompt, (text, expected) in zip(given, prompts, references, strict=True):
             if bits == 0:

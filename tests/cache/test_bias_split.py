@@ -161,7 +161,7 @@ def _check_model(model: Decoder, reference: Any, ids: mx.array, size: float) -> 
     expected = reference(ids)
     for split, bounds in product((True, False), STEPS.values()):
         cache = model.make_cache(64, kv_bits=0, bias_split=split)
-        assert all((layer.front.bias_split is not None) == split for layer in cache)
+        assert all((layer.transform.bias_split is not None) == split for layer in cache)
         parts = [model(ids[:, a:b], cache=cache) for a, b in pairwise(bounds)]
         # Scores reach about 10 * size; their rounding moves the weights of the softmax by as much.
         assert relative_error(mx.concatenate(parts, axis=1), expected) < 40 * FLOAT32_EPSILON * max(

@@ -82,7 +82,7 @@ def test_whose_it_is() -> None:
         with pytest.raises(ArgumentError, match=said):
             TUNED.check(identity and Identity(identity * 64, ""), layers)
     with pytest.raises(ArgumentError, match="center of 2 kv heads of 2; expected 64"):
-        WHOLE.front(range(2), 64)
+        WHOLE.transform(range(2), 64)
 
 
 def test_a_name_tells_fronts_apart() -> None:
@@ -93,15 +93,15 @@ def test_a_name_tells_fronts_apart() -> None:
     assert len({own.name for own in others}) == len(others)
     assert PLAIN.name == ""
     assert LayerChoice(4, 8, True, WHOLE.center, WHOLE.balance).name == WHOLE.name
-    assert WHOLE.front(range(1, 2), 2).balance.tolist() == [[[4.0, 2.0]]]  # type: ignore[union-attr]
+    assert WHOLE.transform(range(1, 2), 2).balance.tolist() == [[[4.0, 2.0]]]  # type: ignore[union-attr]
 
 
 def test_bytes_are_known_before() -> None:
     for choice in (PLAIN, LayerChoice(4, 2, True), LayerChoice(4, 2, False, WHOLE.center), WHOLE):
-        sizes = {"window": None, "max_seq_len": 9, "front": f"norms+{choice.name}"}
+        sizes = {"window": None, "max_seq_len": 9, "transform": f"norms+{choice.name}"}
         own = LayerFormat.of_rows(2, 2, 2, 8, 2, "F32", **sizes)
         plain = LayerFormat.of_rows(2, 2, 2, 8, 2, "F32", window=None, max_seq_len=9)
-        arrays = choice.front(range(2), 2).arrays
+        arrays = choice.transform(range(2), 2).arrays
         more = pool_bytes([own], **single_sizes(9)) - pool_bytes([plain], **single_sizes(9))
         assert more == sum(array.nbytes for array in arrays)
 
@@ -114,9 +114,9 @@ def test_formats_of_before_have_no_front() -> None:
         return LayerFormat.from_json(json.loads(json.dumps(given.as_json())) | changes)
 
     assert read(own) == own
-    tuned = LayerFormat.of_rows(2, 64, 64, 8, 32, "F32", window=None, max_seq_len=9, front="rotate:12")
+    tuned = LayerFormat.of_rows(2, 64, 64, 8, 32, "F32", window=None, max_seq_len=9, transform="rotate:12")
     assert read(tuned) == tuned
-    with pytest.raises(ValueError, match="front is 3"):
+    with pytest.raises(ValueError, match="transform is 3"):
         read(tuned, front=3)
     assert (
         describe_formats([own, tuned])

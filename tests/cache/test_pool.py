@@ -236,7 +236,7 @@ def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_window_as_wide_as_a_sequence_is_none(windows: Decoder) -> None:
     pool = windows.make_pool(1024, sequences=4, max_seq_len=200, options=CacheOptions(kv_bits=0))
-    assert [part.window for part in pool.parts] == [None, 40]
+    assert [part.window for part in pool.groups] == [None, 40]
     assert close(prefill(windows, pool, pool.sequence(200), TEXT[:190]), next_logits(windows, TEXT[:190]))
 
 
@@ -288,7 +288,7 @@ def test_one_thread_at_a_time(pocket: Pocket) -> None:
         sequence.share_prefix, sequence.release, lambda: sequence.load(other.sequence),
         lambda: other.sequence.load(sequence),
     ]  # fmt: skip
-    with pool.turn, ThreadPoolExecutor(1) as thread:
+    with pool.lock, ThreadPoolExecutor(1) as thread:
         for use in uses:
             with pytest.raises(RuntimeError, match="in use by another thread"):
                 thread.submit(use).result()

@@ -69,7 +69,7 @@ def test_a_page_that_is_not_whole_is_not_shared(tmp_path: Path) -> None:
     lost = {pool.layers[0]: 0, pool.layers[1]: 612}
     with sequence.filling(lost, TEXT[:828]):
         for layer, first in lost.items():
-            sequence.put(layer, whole.held_rows(layer, first), 828)
+            sequence.put(layer, whole.copied_rows(layer, first), 828)
     assert sequence.tables[1].first == 612
     sequence.share_prefix()
     whole.release()
@@ -87,8 +87,8 @@ def test_a_load_that_is_interrupted_leaves_an_empty_sequence(
     sequence = pool.sequence(900)
     with monkeypatch.context() as patch:
         layers = iter(windows.layers[:2])
-        rows = cache.sequence.held_rows
-        patch.setattr(cache.sequence, "held_rows", lambda *given: next(layers) and rows(*given))
+        rows = cache.sequence.copied_rows
+        patch.setattr(cache.sequence, "copied_rows", lambda *given: next(layers) and rows(*given))
         with pytest.raises(StopIteration):
             sequence.load(cache.sequence)
     assert sequence.length == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.batches import asked
-from support.fronts import drawn_format
+from support.key_transforms import drawn_format
 from support.metal_host import host_pytest_skip
 from support.pools import tiny_model
 

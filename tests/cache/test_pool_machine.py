@@ -24,7 +24,7 @@ from kvant.cache.pool import Pool, PoolSequence, single_sizes
 from kvant.errors import ContextError
 from kvant.operators import cpu_decode, cpu_paged_attention, paged_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
-from kvant.operators.front import Front
+from kvant.operators.key_transform import KeyTransform
 from kvant.operators.rotary import Rotary
 
 KEPT = 3  # places of a text alone
@@ -60,7 +60,7 @@ class _Text:
 
 def _is_there(sequence: PoolSequence, length: int) -> bool:
     """Whether all rows are there that the next query sees after so many tokens."""
-    parts = zip(sequence.pool.parts, sequence.tables, strict=True)
+    parts = zip(sequence.pool.groups, sequence.tables, strict=True)
     return all(
         part.window is None or table.first <= max(0, length - part.window + 1) for part, table in parts
     )
@@ -79,7 +79,7 @@ class _Machine(RuleBasedStateMachine):
         windows=st.lists(st.sampled_from(WINDOWS), min_size=2, max_size=3),
         split=st.booleans(),
         sinks=st.booleans(),
-        front=st.booleans(),
+        transform=st.booleans(),
         pages=st.sampled_from([40, 60, 12, 6]),
         step=st.sampled_from([64, 400]),
         tokens=st.sampled_from([300, 700, 0, 20]),
@@ -94,7 +94,7 @@ class _Machine(RuleBasedStateMachine):
         windows: list[int | None],
         split: bool,
         sinks: bool,
-        front: bool,
+        transform: bool,
         pages: int,
         step: int,
         tokens: int,
@@ -116,13 +116,13 @@ class _Machine(RuleBasedStateMachine):
             own = replace(plain, window=window, slack=0 if window is None else SLACK)
             balance = (
                 np.tile(2.0 ** self.rng.integers(-2, 3, (K, 1, D // 2)), 2).astype(np.float32)
-                if front
+                if transform
                 else None
             )
-            center = 3 * self._normal(K, 1, D) if front and not sinks else None
-            parts = {"center": center is not None, "balance": front}
+            center = 3 * self._normal(K, 1, D) if transform and not sinks else None
+            parts = {"center": center is not None, "balance": transform}
             own = replace(
-                own, front="+".join(name for name, has in parts.items() if has) + f":{number}" * front
+                own, transform="+".join(name for name, has in parts.items() if has) + f":{number}" * transform
             )
             both, biases = (
                 self._normal(2, K, NUMBERS, D),
@@ -147,19 +147,21 @@ class _Machine(RuleBasedStateMachine):
 
     def _pool(self, max_seq_len: int, **sizes: Any) -> Pool:
         """A pool in which a row that is read before it is written shows."""
-        formats, fronts = [], []
+        formats, transforms = [], []
         table = rotation_table(Rotary.plain(self.head_dim, ROTARY), PAIRS, max_seq_len)
         for layer in self.layers:
             seen = (layer.format.window or max_seq_len) < max_seq_len  # else no sequence outgrows the window
             formats.append(layer.format if seen else replace(layer.format, window=None, slack=0))
             arrays = (None if array is None else mx.array(array) for array in (layer.center, layer.balance))
-            fronts.append(
-                Front(layer.format.front, layer.split and replace(layer.split, rotation=table), *arrays)
+            transforms.append(
+                KeyTransform(
+                    layer.format.transform, layer.split and replace(layer.split, rotation=table), *arrays
+                )
             )
         options = {"make_cache": self._cache, "dtype": mx.float32, "num_heads": H}
         options |= {} if sizes else {"checkpoints": KEPT}
         sizes = {"max_seq_len": max_seq_len} | sizes if sizes else single_sizes(max_seq_len)
-        pool = Pool(formats, fronts, **sizes, **options)
+        pool = Pool(formats, transforms, **sizes, **options)
         for own in pool.layers:
             own.arrays[-1][:] = float("nan")
         return pool
@@ -196,7 +198,7 @@ class _Machine(RuleBasedStateMachine):
         try:
             assert batch.begin(mx.array(ids + [[0] * S] * padding)) == (*starts, *[0] * padding)
         except ContextError:
-            assert any(part.pages.num_shared for part in self.pool.parts)
+            assert any(part.pages.num_shared for part in self.pool.groups)
             return False
         numbers = [numbers_of(text.ids + new, text.salt) for text, new in zip(texts, ids, strict=True)]
         mask = (
@@ -212,8 +214,8 @@ class _Machine(RuleBasedStateMachine):
                 heads[:, b] = layer.new(numbers[b][-S:])
             sinks = None if layer.sinks is None else mx.array(layer.sinks)
             changed = (
-                view.front.queries(mx.array(query)),
-                view.front.keys(mx.array(heads[0])),
+                view.transform.queries(mx.array(query)),
+                view.transform.keys(mx.array(heads[0])),
                 mx.array(heads[1]),
             )
             given = view.multi_head_cache_attention(*changed, None if mask is None else mx.array(mask), sinks)

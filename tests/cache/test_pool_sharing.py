@@ -109,15 +109,15 @@ def test_pages_that_only_the_index_holds_make_room_the_least_recently_used_first
     assert used.length == 256
     used.release()
     large = pool.sequence(4 * 128)  # two are free; the others are promised, and nothing goes yet
-    assert (pool.num_free, len(pool.parts[0].prefix.pages)) == (4, 6)
+    assert (pool.num_free, len(pool.groups[0].prefix.pages)) == (4, 6)
     again = pool.sequence(385, [*texts[1][:384], 0])
     assert again.length == 384
     again.release()
     prefill(plain, pool, large, TEXT[:256])
-    assert len(pool.parts[0].prefix.pages) == 6
+    assert len(pool.groups[0].prefix.pages) == 6
     pool.sequence(300, texts[0][:257]).release()  # as it was used last before
     prefill(plain, pool, large, TEXT[256:512])  # the last page of both texts goes
-    assert (pool.num_free, len(pool.parts[0].prefix.pages)) == (4, 4)
+    assert (pool.num_free, len(pool.groups[0].prefix.pages)) == (4, 4)
     check = pool.sequence(300, texts[0][:300])
     assert check.length == 256
     decode(plain, pool, [check], [9])  # for its third page the second text's second one goes

@@ -130,8 +130,8 @@ def test_of_a_window_a_file_has_the_rows_that_it_always_had(
         rows = stored[f"layers.{number}.sequences.0.cache"]
         layer = cache.pool.layers[number]
         for expected in (
-            cache.sequence.held_rows(layer, first),
-            loaded.sequence.held_rows(loaded.pool.layers[number], first),
+            cache.sequence.copied_rows(layer, first),
+            loaded.sequence.copied_rows(loaded.pool.layers[number], first),
         ):
             np.testing.assert_array_equal(rows, np.array(expected[0]))
     assert loaded.can_trim_to(max(0, header.written - 17))

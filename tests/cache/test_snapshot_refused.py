@@ -26,7 +26,7 @@ from kvant.cache.pool import Pool, single_sizes
 from kvant.cache.snapshot import read_header
 from kvant.errors import SnapshotError
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.front import Front
+from kvant.operators.key_transform import KeyTransform
 from kvant.operators.rotary import Rotary
 
 Change = Callable[[dict[str, Any]], object]
@@ -45,8 +45,10 @@ def _cache(
 ) -> ModelCache:
     """A cache of one head; ``changes``: in the format."""
     own = LayerFormat("quantized", 1, 16, 16, 8, 16, "I8", "F16", split_pairs=bias_split and bias_split.pairs)
-    formats, fronts = [replace(own, **changes)] * layers, [Front(bias_split=bias_split)] * layers
-    cache = ModelCache(Pool(formats, fronts, **single_sizes(max_seq_len), make_cache=partial(_cache, layers)))
+    formats, transforms = [replace(own, **changes)] * layers, [KeyTransform(bias_split=bias_split)] * layers
+    cache = ModelCache(
+        Pool(formats, transforms, **single_sizes(max_seq_len), make_cache=partial(_cache, layers))
+    )
     cache.pool.identity, cache.pool.rotary = identity, rotary or Rotary.plain(16, 10000.0)
     if fill:
         _feed(cache, LENGTH)
@@ -159,7 +161,7 @@ def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
     ring, whole = _cache(max_seq_len=100, window=8, slack=16), _cache(max_seq_len=100)
     _feed(whole, 8)
     (layer,), sequence = ring.pool.layers, ring.sequence
-    rows = whole.sequence.held_rows(whole.pool.layers[0], 1)
+    rows = whole.sequence.copied_rows(whole.pool.layers[0], 1)
     with sequence.filling({layer: 1}, whole.ids):
         sequence.put(layer, rows, 8)
     ring.save(tmp_path / "saved")
@@ -169,7 +171,7 @@ def test_tokens_that_a_ring_has_forgotten(tmp_path: Path) -> None:
     smaller = _cache(max_seq_len=20, window=8, slack=16)
     smaller.load(tmp_path / "saved")
     assert (smaller.offset, smaller.can_trim_to(7)) == (8, False)
-    assert all(map(mx.array_equal, smaller.sequence.held_rows(smaller.pool.layers[0], 1), rows))
+    assert all(map(mx.array_equal, smaller.sequence.copied_rows(smaller.pool.layers[0], 1), rows))
 
 
 def _forge(path: Path, change: Change) -> None:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 from support.command import COMMAND, QUESTION, call, refusal, run, sampling_of
-from support.fronts import drawn_format
+from support.key_transforms import drawn_format
 
 from kvant.cli.app import COMMANDS
 from kvant.engine.load import POCKET, find_model

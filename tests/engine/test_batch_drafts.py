@@ -40,7 +40,7 @@ def _answered(
         for request in gone:
             if len(told.get(request, ())) > 5:
                 scheduler.cancel(request)
-        for request, number, sequence in scheduler.held:
+        for request, number, sequence in scheduler.reserved_answers:
             if got := ids_of(told.get(request, ()), number):
                 assert sequence.ids in ([*request.prompt, *got[:-1]], [*request.prompt, *got])
     return told

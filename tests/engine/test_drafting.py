@@ -89,7 +89,7 @@ def _measured() -> DraftChoice:
     choice = DraftChoice()
     for _ in range(2):
         assert choice.count(Proposer(30), 7) == choice.count(MODEL, 3) == 0
-        choice.stepped(1.0, ahead=True)
+        choice.stepped(1.0, is_lookahead=True)
     return choice
 
 
@@ -112,7 +112,7 @@ def test_what_does_not_pay_is_left_until_it_is_tried_again(waits: bool) -> None:
     """
     choice = _measured()
     choice.verified(1.0, 90.0)  # the first of a kind takes longer and does not count
-    choice.stepped(90.0, ahead=False)
+    choice.stepped(90.0, is_lookahead=False)
 
     def lose() -> None:
         """Half a step at a time, until less is drafted."""
@@ -121,7 +121,7 @@ def test_what_does_not_pay_is_left_until_it_is_tried_again(waits: bool) -> None:
             assert lost <= LOSS
             lost += 0.5
             if waits:
-                choice.stepped(1.5, ahead=False)
+                choice.stepped(1.5, is_lookahead=False)
             else:
                 choice.verified(1.5, 2.0)
 
@@ -138,7 +138,7 @@ def test_what_does_not_pay_is_left_until_it_is_tried_again(waits: bool) -> None:
         for step in range(128 * length):
             assert choice.counts.off is not None
             assert _counts(choice) != level, step
-            choice.stepped(1.0, ahead=True)
+            choice.stepped(1.0, is_lookahead=True)
         assert _counts(choice) == level
     assert choice.counts.off is None
     assert choice.count(MODEL, 3) == 3
@@ -149,7 +149,7 @@ def test_what_pays_goes_on() -> None:
     choice = _measured()
     for number in range(200):
         choice.verified(2.0, 50.0 if number % 9 == 0 else 1.5)
-        choice.stepped(3.0 if number % 9 == 0 else 1.0, ahead=False)
+        choice.stepped(3.0 if number % 9 == 0 else 1.0, is_lookahead=False)
         choice.verified(1.0, None)  # of which the time is not known
         assert choice.count(MODEL, 3) == 3, number
     assert choice.counts.off is None

@@ -111,7 +111,7 @@ def test_ends(pocket: Pocket) -> None:
     run = drafted(model.make_cache(60), mistakes=0)
     assert [token for token, _ in run] == plain
     assert run.finish_reason == "context"
-    ahead = 0
+    is_lookahead = 0
     for end in range(1, 20, 3):
         stop = plain[end]
         answer = plain[: plain.index(stop) + 1]
@@ -132,7 +132,7 @@ def test_ends(pocket: Pocket) -> None:
             cache, fresh = model.make_cache(128), model.make_cache(128)
             run = drafted(cache, end)
             assert [next(run)[0] for _ in answer] == answer
-            ahead += cache.sequence.lookahead
+            is_lookahead += cache.sequence.lookahead
             if stopped:
                 run.scheduler.close()
                 assert cache.ids == [*PROMPT, *answer[:-1]]
@@ -146,7 +146,7 @@ def test_ends(pocket: Pocket) -> None:
             if not stopped:
                 with pytest.raises(RuntimeError, match="the run was ended"):
                     list(run)
-    assert ahead > 5
+    assert is_lookahead > 5
 
 
 WINDOWS = [("mistral", 8), ("gemma3_text", 8), ("gpt_oss", 0), ("llama4", 0)]
@@ -187,7 +187,7 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
     drafts = None
     if kind != "none":
         drafts = _drafts(kind, model, small, [*first, *PROMPT, *plain])
-        drafts = drafts.beside(model.make_cache(80, kv_bits=0).pool)
+        drafts = drafts.for_pool(model.make_cache(80, kv_bits=0).pool)
 
     def fed(cache: ModelCache, ids: list[int]) -> ModelCache:
         """In a run's steps: a product of several rows differs from that of one in its last bits."""

@@ -231,12 +231,12 @@ def test_pages_that_are_only_promised_throw_out_no_beginning(
     run_all(scheduler, [Request(stored, max_tokens=1)])
     drafts = drafts_of(source)
     request = Request(
-        other, max_tokens=600, answers=answers, drafts=None if drafts is None else drafts.beside(pool)
+        other, max_tokens=600, answers=answers, drafts=None if drafts is None else drafts.for_pool(pool)
     )
     scheduler.submit(request)
     told = [token for _ in range(6) for token in scheduler.step()]
     assert pool.num_free < 3  # no other request could have them
-    assert all(part.prefix.num_idle == 4 for part in pool.parts)
+    assert all(part.prefix.num_idle == 4 for part in pool.groups)
     scheduler.cancel(request)
     told += run_all(scheduler)[request]
     for answer in range(answers):

@@ -19,7 +19,7 @@ from kvant import generate, stream_generate, threads
 from kvant.cache import ModelCache
 from kvant.engine.conversation import Conversation
 from kvant.models import Decoder
-from kvant.threads import Turn
+from kvant.threads import ComputeLock
 
 Pocket = tuple[Decoder, Any]
 PROMPT = "Once upon a time"
@@ -98,9 +98,9 @@ def test_threads_that_computed_are_gone_when_the_interpreter_ends() -> None:
 import threading
 import kvant
 import mlx.core as mx
-from kvant.threads import Turn
+from kvant.threads import ComputeLock
 def work():
-    with Turn():
+    with ComputeLock():
         mx.random.state
 threads = [threading.Thread(target=work) for _ in range(100)]
 for thread in threads: thread.start()
@@ -111,13 +111,13 @@ for thread in threads: thread.join()
 def test_a_thread_that_may_compute_again_keeps_its_streams() -> None:
     """Python knows a thread that C started only while it is in Python."""
     made = mx.array([1]) + 1
-    with Turn():
+    with ComputeLock():
         assert threads._of_thread.cleared is None
     assert made.item() == 2
     kept, ended = [], Event()
 
     def work() -> None:
-        with Turn():
+        with ComputeLock():
             kept.append(threads._of_thread.cleared)
         ended.set()
 

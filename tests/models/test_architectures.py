@@ -100,6 +100,6 @@ def test_a_smollm3_whose_layers_all_rotate_is_a_llama(tmp_path: Path) -> None:
     for raw in (llama, config):
         model = load_decoder(save_checkpoint(tmp_path / raw["model_type"], raw, reference))
         cache = model.make_cache(len(IDS))
-        assert all(layer.front.bias_split is not None for layer in cache)
+        assert all(layer.transform.bias_split is not None for layer in cache)
         logits.append(model(mx.array([IDS]), cache=cache))
     assert mx.array_equal(*logits)

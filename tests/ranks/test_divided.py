@@ -27,7 +27,7 @@ from support.checkpoints import (
     write_reference,
 )
 from support.counts import count
-from support.fronts import drawn_format
+from support.key_transforms import drawn_format
 from support.numbers import relative_error
 from support.part_runs import every_run
 from support.ranks import run_script
@@ -70,7 +70,7 @@ for case in json.loads(sys.argv[2]):
         model = load_stage(folder, group, range(*[0, *case["ends"]][ranks.rank : ranks.rank + 2]))
     else:
         model = load_tensor(folder, group, adapter=folder / "adapter" if case["adapter"] else None)
-    found = every_run(model, case["bits"], case["pools"], case["fronts"] is not None and folder / "tuned.json")
+    found = every_run(model, case["bits"], case["pools"], case["transforms"] is not None and folder / "tuned.json")
     cache = model.make_cache(8, kv_bits=0)
     ranks.traffic = Traffic()
     mx.eval(model.next_logits(mx.array([[3]]), cache))
@@ -96,11 +96,11 @@ class Case:
     change: Change | None = None  # of the tensors before they are saved
     silent: bool = False  # rank 1 adds nothing to the sums
     half: bool = False  # activations are bfloat16, as they are on a GPU
-    fronts: int | None = None  # bits of a cache with every part of a front, too; None: there is none
+    transforms: int | None = None  # bits of a cache with every part of a front, too; None: there is none
     ends: Sequence[int] = ()  # in a pipeline the layers up to which each rank goes; else tensor mode
 
     def asked(self, folder: Path) -> dict[str, Any]:
-        names = ("bits", "pools", "adapter", "silent", "half", "fronts", "ends")
+        names = ("bits", "pools", "adapter", "silent", "half", "transforms", "ends")
         return {"folder": str(folder)} | {name: getattr(self, name) for name in names}
 
 
@@ -144,9 +144,9 @@ CASES: dict[int, dict[str, Case]] = {
         "qwen2": SPLIT,
         "llama": Case(llama_config(**UNTIED), pools=True),
         "silent": SILENT,
-        "qwen3": Case(qwen3_config(vocab_size=301, **UNTIED), fronts=0),
+        "qwen3": Case(qwen3_config(vocab_size=301, **UNTIED), transforms=0),
         "mistral, window": Case(mistral_config(sliding_window=8), (0, 8), pools=True),
-        "smollm3": Case(smollm3_config(num_key_value_heads=1), fronts=48),
+        "smollm3": Case(smollm3_config(num_key_value_heads=1), transforms=48),
         "olmo2": OLMO2,
         "olmo2, bfloat16": Case(olmo2_config(), half=True),
         "moe": Case(MOE, change=lambda weights: stored_by_transformers(weights, "each")),
@@ -158,7 +158,7 @@ CASES: dict[int, dict[str, Case]] = {
         "lora, 4 bits": Case(llama_config(), quantize=(4, 64, "affine"), adapter=adapter_config()),
         "dora": DORA,
         "lora, moe": LORA_MOE,
-        "pipeline": replace(LAYERS, ends=[1, 4], fronts=48),
+        "pipeline": replace(LAYERS, ends=[1, 4], transforms=48),
         "pipeline, moe": Case(
             qwen3_moe_config(num_hidden_layers=3, **UNTIED), (0, 8), pools=True, ends=[2, 3]
         ),
@@ -206,8 +206,8 @@ def _make(folder: Path, case: Case) -> Run:
     if case.adapter is not None:
         save_adapter(folder / "adapter", case.adapter, reference)
     run = Run(folder)
-    if case.fronts is not None:
-        drawn_format(run.alone(), case.fronts).write(folder / "tuned.json")
+    if case.transforms is not None:
+        drawn_format(run.alone(), case.transforms).write(folder / "tuned.json")
     return run
 
 
@@ -247,7 +247,9 @@ def test_logits(
     if case.half:
         monkeypatch.setattr("kvant.models.checkpoint._compute_dtype", lambda *_: mx.bfloat16)
     model = run.alone()
-    expected = every_run(model, case.bits, case.pools, case.fronts is not None and run.folder / "tuned.json")
+    expected = every_run(
+        model, case.bits, case.pools, case.transforms is not None and run.folder / "tuned.json"
+    )
     assert given.keys() == expected.keys()
     for key, logits in expected.items():
         error = relative_error(given[key], logits)
@@ -255,7 +257,7 @@ def test_logits(
             assert error > 0.1
         else:
             bits = 0 if key == "whole" else int(key.split()[1])
-            bits = 4 if key.endswith("tuned") and case.fronts else bits
+            bits = 4 if key.endswith("tuned") and case.transforms else bits
             if case.ends:
                 assert mx.array_equal(given[key], logits), key
             assert error < (HALF if case.half else ROUNDED[bits]), key

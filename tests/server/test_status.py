@@ -243,11 +243,11 @@ def check(state: dict[str, Any], pool: Pool, scheduler: Scheduler) -> None:
     """The pages of a state are those of the pool."""
     counts = scheduler.counts
     assert [state[name] for name in ("waiting", "prefilling", "running")] == list(counts[:3])
-    held = scheduler.held
+    held = scheduler.reserved_answers
     assert [(each["tokens"], each["reserved"]) for each in state["sequences"]] == [
         (sequence.length, sequence.max_tokens) for _, _, sequence in held
     ]
-    for place, (part, told) in enumerate(zip(pool.parts, state["parts"], strict=True)):
+    for place, (part, told) in enumerate(zip(pool.groups, state["parts"], strict=True)):
         pages = [spread(each["pages"]) for each in told["sequences"]]
         assert pages == [sequence.tables[place].pages for _, _, sequence in held]
         assert [each["start"] for each in told["sequences"]] == [

@@ -91,7 +91,7 @@ def check_rows(
     pool: Pool, layers: Sequence[OracleLayer], texts: Sequence[tuple[PoolSequence, Array]]
 ) -> None:
     """The bytes of each sequence's tokens, found through its page tables, are those of their numbers."""
-    parts = {id(layer): number for number, part in enumerate(pool.parts) for layer in part.layers}
+    parts = {id(layer): number for number, part in enumerate(pool.groups) for layer in part.layers}
     for layer, own in zip(pool.layers, layers, strict=True):
         arrays = [np.asarray(memoryview(array)) for array in layer.arrays]  # not copied
         for sequence, numbers in texts:

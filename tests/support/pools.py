@@ -65,7 +65,7 @@ def check_pages(pool: Pool, sequences: Sequence[PoolSequence]) -> None:
     made.
     """
     assert pool.num_sequences == len(sequences) <= pool.max_sequences
-    for number, part in enumerate(pool.parts):
+    for number, part in enumerate(pool.groups):
         tables = [sequence.tables[number] for sequence in sequences]
         holders = Counter(page for table in tables for page in table.pages) + Counter(part.prefix.pages)
         assert [part.pages.refcount(page) for page in range(part.pages.num)] == [

@@ -34,7 +34,7 @@ class Run:
         self.generated: list[int] = []  # that were handed out
         self.from_draft = False  # whether the last one was drafted
         self.finish_reason: FinishReason | None = None
-        self._drafts = None if drafts is None else drafts.beside(self.scheduler.cache.pool)
+        self._drafts = None if drafts is None else drafts.for_pool(self.scheduler.cache.pool)
         ids = self.scheduler.ids + list(prompt) if prompt else ()
         request = Request(ids, max_tokens, drafts=self._drafts, keep_logprobs=True, **options)
         self._tokens = self.scheduler.answer([request])

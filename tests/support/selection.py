@@ -130,7 +130,7 @@ MARKS = {
         engine/test_drafts_composed.py
         engine/test_draws.py
         engine/test_engine.py::test_a_long_prefill_peaks_no_higher_than_mlx_lms_with_its_default_cache
-        engine/test_fronts.py
+        engine/test_key_transforms.py
         engine/test_prefix_replays.py
         engine/test_scheduler_company.py
         engine/test_threads.py

@@ -17,7 +17,7 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat
 from kvant.cache.pool import Pool, single_sizes
-from kvant.operators.front import PLAIN
+from kvant.operators.key_transform import PLAIN
 
 SIZES = (300, 700)  # tokens of the two; each token of a snapshot of n is n
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.cache.deferred_writes import DeferredWrites
-from kvant.cache.paged_layers import PagedLayers, PoolLayer
+from kvant.cache.layer_group import LayerGroup, PoolLayer
 from kvant.cache.pool_batch import PoolBatch
 from kvant.operators.attention import attend_as_mlx, attend_tokens
 from kvant.operators.kernels.launch import Backend
@@ -40,22 +40,22 @@ class StepRows:
     masks: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: PoolBatch, part: PagedLayers, new_tokens: int) -> "StepRows":
-        """What the layers of a part have in common in a step that a batch has begun."""
-        step = cls(batch.placed(part), part.window, batch.lengths, new_tokens)
-        if part.in_chunks:  # all that is read: for the rest there is the model's mask
+    def of(cls, batch: PoolBatch, group: LayerGroup, new_tokens: int) -> "StepRows":
+        """What the layers of a group have in common in a step that a batch has begun."""
+        step = cls(batch.placed(group), group.window, batch.lengths, new_tokens)
+        if group.in_chunks:  # all that is read: for the rest there is the model's mask
             step.window = step.longest
         return step
 
     @cached_property
-    def is_alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether the step has one row."""
         return len(self.lengths) == 1
 
     @cached_property
     def offset(self) -> int | mx.array:
         """Tokens before the step: of one row an int, otherwise (R,)."""
-        return self.lengths[0] if self.is_alone else mx.array(self.lengths)
+        return self.lengths[0] if self.is_single else mx.array(self.lengths)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -88,7 +88,7 @@ class StepRows:
             first = [*self.rows.first, *[0] * (R - len(self.rows.first))]
             self.masks[window, T] = (
                 window_mask(S, T, window or T)
-                if self.is_alone
+                if self.is_single
                 else padded_mask(self.lengths, first, [S] * R, S, T, window)
             )
         return self.masks[window, T]
@@ -123,7 +123,7 @@ class StepRows:
             return self.window if self.new_tokens == 1 else UNKNOWN
         if isinstance(mask, str):  # causal: all that was fetched, which may be more than a window
             narrow = self.window is not None and self.window < self.longest
-            return self.window if self.is_alone and not narrow else UNKNOWN
+            return self.window if self.is_single and not narrow else UNKNOWN
         for (window, T), made in self.masks.items():
             if mask is made and self.longest == T:
                 if window is None or window >= max(self.lengths) + self.new_tokens:
@@ -158,11 +158,11 @@ class BridgedLayer:
     (:mod:`kvant.bridge.hook`).
     """
 
-    def __init__(self, deferred: DeferredWrites, part: PagedLayers, layer: PoolLayer, step: StepRows) -> None:
+    def __init__(self, deferred: DeferredWrites, group: LayerGroup, layer: PoolLayer, step: StepRows) -> None:
         """``deferred``: the batch's, which holds the layer."""
         # Whether all of the model's attention to what it fetched was computed here, for each sequence alone.
         self.attends: bool | None = None
-        self._deferred, self.part, self.layer = deferred, part, layer
+        self._deferred, self.group, self.layer = deferred, group, layer
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
@@ -175,7 +175,7 @@ class BridgedLayer:
     @property
     def start_position(self) -> int:
         """The first token that is read, where the step has one row: Llama 4 makes its masks from there."""
-        return self.part.first_read(self.offset)
+        return self.group.first_read(self.offset)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (R, K, S, D) keys and (R, K, S, Dv) values.
@@ -197,10 +197,10 @@ class BridgedLayer:
                 f"{shape} "
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
-        front = self.layer.front
-        stored_keys, fetched_values = self._read(keys.dtype, self._append(front.keys(keys), values, rows))
-        fetched_keys = front.restored(stored_keys)
-        if front.name:
+        transform = self.layer.transform
+        stored_keys, fetched_values = self._read(keys.dtype, self._append(transform.keys(keys), values, rows))
+        fetched_keys = transform.restored(stored_keys)
+        if transform.name:
             self._stored_keys = stored_keys
         fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
         if own.shared:
@@ -224,7 +224,7 @@ class BridgedLayer:
             raise ValueError(f"a mask of {N} tokens is asked for; the step has {self.step.new_tokens}")
         window = window_size or self.step.window
         narrow = window is not None and window < self.step.longest
-        if narrow or not self.step.is_alone or (return_array and N > 1):
+        if narrow or not self.step.is_single or (return_array and N > 1):
             return self.step.mask(window)
         return "causal" if N > 1 else None
 
@@ -248,12 +248,14 @@ class BridgedLayer:
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or
                 more.
         """
-        own, S, front = self.layer.format, query.shape[2], self.layer.front
-        if sinks is not None and front.center is not None:  # a sink's share would change with the constant
+        own, S, transform = self.layer.format, query.shape[2], self.layer.transform
+        if (
+            sinks is not None and transform.center is not None
+        ):  # a sink's share would change with the constant
             self.attends = False
             return None
         if self._stored_keys is not None:
-            query, key = front.queries(query), self._stored_keys
+            query, key = transform.queries(query), self._stored_keys
         if (backend := self.layer.backend) is not None and self.step.new_tokens == S:
             output = self._attend_fused(query, key.shape[2], mask, backend, score_scale=scale, sinks=sinks)
             if output is not None:
@@ -261,7 +263,7 @@ class BridgedLayer:
                 return output
         factor = scale * math.sqrt(query.shape[3])  # kvant's attention multiplies the scores by 1/sqrt(D)
         scaled = query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
-        if not self.step.is_alone:
+        if not self.step.is_single:
             rows = self.step.seen(mask)
             self.attends = rows is not None and self.attends is not False
             if rows is None:
@@ -304,7 +306,7 @@ class BridgedLayer:
         form = own.operands
         if rows.new is None:
             waiting = fitted_tokens(keys, values, arrays, **form, alone=True)
-            self._deferred.add(self.part, self.layer, waiting)
+            self._deferred.add(self.group, self.layer, waiting)
             return waiting
         backend = None if rows.pages is None else self.layer.backend
         write_rows(keys[:B], values[:B], arrays, rows.new, **form, backend=backend)
@@ -313,7 +315,7 @@ class BridgedLayer:
     def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:
         step, arrays, own = self.step, self.layer.arrays, self.layer.format
         form: dict[str, Any] = own.bit_operands | {"dtype": dtype, "key_dim": own.head_dim}
-        if step.is_alone:
+        if step.is_single:
             copy = own.kv_bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
             return read_rows(arrays, step.rows.runs[0], waiting, **form, copy=copy)
         taken = [mx.take(array, step.padded_rows, axis=2) for array in arrays]
@@ -328,7 +330,7 @@ class BridgedLayer:
         """Attention by the kernel; None: it does not take the step, or not with this mask."""
         pages = self.step.seen_pages(mask)
         if pages is None:
-            if self.step.rows.pages is None or not self.step.is_alone or isinstance(mask, str):
+            if self.step.rows.pages is None or not self.step.is_single or isinstance(mask, str):
                 return None
             pages = replace(self.step.rows.pages, window=None)
             if before := pages.rows - tokens:  # rows that are there and were not fetched

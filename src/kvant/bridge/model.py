@@ -20,7 +20,7 @@ from kvant.bridge.pool import (
     BridgedBatch,
     BridgedCache,
     BridgedPool,
-    attends_apart,
+    attends_separately,
     make_model_cache,
     reserve,
 )
@@ -83,7 +83,7 @@ class BridgedModel(CacheMaker):
             return self._logits(inputs, None)
         batch = self._checked(cache)
         check_offset(offset, batch.lengths)
-        with batch.turn:
+        with batch.lock:
             batch.begin(inputs)
             logits = self._logits(inputs, batch)
             if threading.active_count() > 1:  # computed while no other thread may write to the cache
@@ -154,7 +154,7 @@ class BridgedModel(CacheMaker):
         sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
         sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
         check_sizes(**sizes)
-        apart = attends_apart(self.module, self.config.model_type, self.entries, self.dtype)
+        apart = attends_separately(self.module, self.config.model_type, self.entries, self.dtype)
         return reserve(
             self.entries,
             sizes,
@@ -162,7 +162,7 @@ class BridgedModel(CacheMaker):
             dtype=self.dtype,
             make_cache=partial(self.reserve_cache, options=options),
             identity=self.identity,
-            attends_apart=apart,
+            attends_separately=apart,
             divided=self.divided,
         )
 

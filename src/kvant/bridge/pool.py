@@ -24,7 +24,7 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
 from kvant.models.caches import check_memory
-from kvant.operators.front import PLAIN, Front, can_rotate
+from kvant.operators.key_transform import PLAIN, KeyTransform, can_rotate
 from kvant.sizes import format_bytes
 
 # tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
@@ -56,12 +56,16 @@ class BridgedPool(Pool):
     may_have_sinks = True
 
     def __init__(
-        self, found: Sequence[Entry], formats: Sequence[LayerFormat], fronts: Sequence[Front], **options: Any
+        self,
+        found: Sequence[Entry],
+        formats: Sequence[LayerFormat],
+        transforms: Sequence[KeyTransform],
+        **options: Any,
     ) -> None:
         """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as
         Pool has.
         """
-        super().__init__(formats, fronts, states=leaves_of(found, State), **options)
+        super().__init__(formats, transforms, states=leaves_of(found, State), **options)
         self.entries, self.layout = tuple(found), as_text(found)
         layers = iter(self.layers)
         # States take all of a step, and several new tokens of several sequences were not tried.
@@ -103,9 +107,9 @@ class BridgedBatch(PoolBatch):
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
-        steps = {part: StepRows.of(self, part, inputs.shape[1]) for part in self.pool.parts}
+        steps = {group: StepRows.of(self, group, inputs.shape[1]) for group in self.pool.groups}
         self.views = [
-            BridgedLayer(self.deferred, part, layer, steps[part]) for part, layer in self.pool.places
+            BridgedLayer(self.deferred, group, layer, steps[group]) for group, layer in self.pool.places
         ]
         self._states = [
             self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)
@@ -255,12 +259,12 @@ def reserve(
     own = [entry for number, entry in enumerate(found) if number not in absent]
     check_memory(sizes["tokens"], sum(pool_needs(own, sizes, options)))
     formats = formats_of(found, sizes["max_seq_len"], options, absent)
-    fronts = [
-        choice.front(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
+    transforms = [
+        choice.transform(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
         for choice, own in zip(_choices(found, options), formats, strict=True)
     ]
     further |= {"checkpoints": options.checkpoints, "kernels": options.kernels, "dtype": dtype}
-    return BridgedPool(found, formats, fronts, **sizes, **further, make_cache=make_cache)
+    return BridgedPool(found, formats, transforms, **sizes, **further, make_cache=make_cache)
 
 
 def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
@@ -280,7 +284,7 @@ def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheO
     return CacheBytes(rows, (sizes["sequences"] + options.checkpoints) * one)
 
 
-def attends_apart(model: Model, name: str, found: Sequence[Entry], dtype: mx.Dtype) -> bool:
+def attends_separately(model: Model, name: str, found: Sequence[Entry], dtype: mx.Dtype) -> bool:
     """Whether attention in a step of several sequences is computed for each alone; a ModelError if they
     disturb it.
 
@@ -352,7 +356,7 @@ def formats_of(
                     value_bits=choice.value_bits,
                     kind="quantized" if leaf.chunk is None else "chunks",
                     shared=leaf.shared,
-                    front="" if number in absent else choice.name,
+                    transform="" if number in absent else choice.name,
                 )
             )
     return formats

@@ -98,9 +98,9 @@ class PromptCacheLayer(BridgedLayer):
     def _hold(self, cache: ModelCache) -> None:
         self._cache = self.sequence.caches[self._place] = cache
         self._holders.add(self)
-        part = cache.pool.parts[0]
-        none = StepRows(PagedRows(None, [[]], [0], part.window), part.window, (cache.offset,), 0)
-        super().__init__(cache.batch.deferred, part, cache.pool.layers[0], none)
+        group = cache.pool.groups[0]
+        none = StepRows(PagedRows(None, [[]], [0], group.window), group.window, (cache.offset,), 0)
+        super().__init__(cache.batch.deferred, group, cache.pool.layers[0], none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
@@ -197,7 +197,7 @@ class PromptCacheLayer(BridgedLayer):
         masks = self.sequence.masks
         if place not in masks:
             masks.clear()
-        step = StepRows.of(self._cache.batch, self.part, tokens)
+        step = StepRows.of(self._cache.batch, self.group, tokens)
         step.masks = masks.setdefault(place, step.masks)
         self._begin(step)
 
@@ -314,9 +314,9 @@ class BatchLayer:
         if place not in masks:
             masks.clear()
         # A row that is too short for a window has none, and sees no less through it.
-        window = window_size or min((row.part.window for row in self.rows if row.part.window), default=None)
+        window = window_size or min((row.group.window for row in self.rows if row.group.window), default=None)
         if window not in masks.setdefault(place, {}):
-            first = [row.part.first_read(length) for row, length in zip(self.rows, lengths, strict=True)]
+            first = [row.group.first_read(length) for row, length in zip(self.rows, lengths, strict=True)]
             read = zip(lengths, first, counts, strict=True)
             T = max(length + count - start if count else 0 for length, start, count in read)
             masks[place][window] = padded_mask(lengths, first, counts, N, T, window)

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import mlx.core as mx
 
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import runs
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.operators.paged_rows import PagedRows, put_rows
@@ -21,14 +21,14 @@ class DeferredWrites:
         """``sequence``: of a single pool; None: nothing is deferred."""
         self._sequence = sequence
         self._start = 0  # the position of the first of the tokens
-        self._tokens: defaultdict[PagedLayers, list[tuple[PoolLayer, list[mx.array]]]] = defaultdict(list)
+        self._tokens: defaultdict[LayerGroup, list[tuple[PoolLayer, list[mx.array]]]] = defaultdict(list)
 
     @property
     def arrays(self) -> list[mx.array]:
         """The tokens, as they are stored."""
         return [array for layers in self._tokens.values() for _, arrays in layers for array in arrays]
 
-    def place(self, group: PagedLayers, table: PageTable, new_tokens: int) -> PagedRows | None:
+    def place(self, group: LayerGroup, table: PageTable, new_tokens: int) -> PagedRows | None:
         """Return what a step of so many new tokens reads, if they are deferred; None: they are written."""
         sequence = self._sequence
         if sequence is None or not group.must_defer(table, sequence.length, new_tokens):
@@ -38,7 +38,7 @@ class DeferredWrites:
         before = runs(table.pages, first - table.start, self._start - table.start)
         return PagedRows(None, [before], [first], group.window)
 
-    def add(self, group: PagedLayers, layer: PoolLayer, tokens: list[mx.array]) -> None:
+    def add(self, group: LayerGroup, layer: PoolLayer, tokens: list[mx.array]) -> None:
         """Defer the new tokens of a layer, as they are stored: (2, K, S, D') and (2, K, S, D/G)."""
         self._tokens[group].append((layer, tokens))
 
@@ -46,7 +46,7 @@ class DeferredWrites:
         """Write those of the tokens that were committed, and drop the others."""
         if not self._tokens or (sequence := self._sequence) is None:
             return
-        for table, group in zip(sequence.tables, sequence.pool.parts, strict=True):
+        for table, group in zip(sequence.tables, sequence.pool.groups, strict=True):
             if sequence.length <= self._start or group not in self._tokens:
                 continue
             group.advance(table, sequence.length - 1, sequence.length)

@@ -18,7 +18,7 @@ from kvant.cache.identity import Identity
 from kvant.errors import ArgumentError, KvantError, SnapshotError, one_line
 from kvant.files import read_given, unique_keys
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.front import Front
+from kvant.operators.key_transform import KeyTransform
 from kvant.operators.quantization import QUANT_BITS
 
 NAME = "kv_format"
@@ -37,8 +37,8 @@ class LayerChoice:
     Attributes:
         kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`. ``kv_bits`` are the keys'.
         value_bits: of values; made without them: the keys'.
-        rotates, center, balance: as in :class:`kvant.operators.front.Front`, the balance as exponents of 2;
-            (): none.
+        rotates, center, balance: those of :class:`kvant.operators.key_transform.KeyTransform`, the balance as
+            exponents of 2; (): none.
     """
 
     kv_bits: int
@@ -58,14 +58,14 @@ class LayerChoice:
 
     @cached_property
     def name(self) -> str:
-        """The parts that it has of a front, and a digest of their numbers; "": none."""
+        """The name of its key transform: its parts, and a digest of their numbers; "": none."""
         has = {"center": self.center, "balance": self.balance, "rotate": self.rotates}
         parts = "+".join(part for part, value in has.items() if value)
         numbers = [self.center, self.balance]
         return parts and f"{parts}:{hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]}"
 
-    def front(self, heads: range, width: int, split: BiasSplit | None = None) -> Front:
-        """The front of a layer that has some of the kv heads, whose keys are ``width`` wide."""
+    def transform(self, heads: range, width: int, split: BiasSplit | None = None) -> KeyTransform:
+        """The key transform of a layer that has some of the kv heads, whose keys are ``width`` wide."""
         for part, rows in (("center", self.center), ("balance", self.balance)):
             if rows and (len(rows) < heads.stop or any(len(row) != width for row in rows)):
                 raise ArgumentError(
@@ -74,7 +74,7 @@ class LayerChoice:
         own = slice(heads.start, heads.stop)
         center = mx.array(self.center[own], mx.float32)[:, None] if self.center else None
         balance = mx.power(2.0, mx.array(self.balance[own], mx.float32))[:, None] if self.balance else None
-        return Front(self.name, split, center, balance, self.rotates)
+        return KeyTransform(self.name, split, center, balance, self.rotates)
 
 
 @dataclass(frozen=True, slots=True)

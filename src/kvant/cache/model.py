@@ -12,11 +12,11 @@ import mlx.core as mx
 from kvant.cache import snapshot
 from kvant.cache.disk import DiskCache
 from kvant.cache.layer_format import LayerFormat
-from kvant.cache.paged_layers import PagedLayers, PoolLayer
+from kvant.cache.layer_group import LayerGroup, PoolLayer
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolLayerView
 from kvant.cache.pool_sequence import PoolSequence
-from kvant.threads import Turn, check_process
+from kvant.threads import ComputeLock, check_process
 
 
 class NotSaved:
@@ -52,8 +52,8 @@ class KVCache(PoolLayerView, CachePart):
 
     layer: PoolLayer
 
-    def __init__(self, cache: "ModelCache", part: PagedLayers, layer: PoolLayer) -> None:
-        PoolLayerView.__init__(self, cache.batch, part, layer)
+    def __init__(self, cache: "ModelCache", group: LayerGroup, layer: PoolLayer) -> None:
+        PoolLayerView.__init__(self, cache.batch, group, layer)
         self.cache = cache
 
     @property
@@ -68,7 +68,7 @@ class KVCache(PoolLayerView, CachePart):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same layer of a copy of the cache."""
-        number = self.cache.pool.places.index((self.part, self.layer))
+        number = self.cache.pool.places.index((self.group, self.layer))
         copied = copy.deepcopy(self.cache, memo)
         return KVCache(copied, *copied.pool.places[number])
 
@@ -121,7 +121,7 @@ class ModelCache(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Made when they are asked for: a cache that held them would be freed by the garbage collector alone.
-        layers = (KVCache(self, part, layer) for part, layer in self.pool.places)
+        layers = (KVCache(self, group, layer) for group, layer in self.pool.places)
         return chain(layers, [StateView(self)] if self.pool.states else [])
 
     def __getitem__(self, index: Any) -> Any:
@@ -131,9 +131,9 @@ class ModelCache(Sequence[Any]):
         return len(self.pool.places) + bool(self.pool.states)
 
     @property
-    def turn(self) -> Turn:
+    def lock(self) -> ComputeLock:
         """The lock that a thread holds while it computes through the cache."""
-        return self.pool.turn
+        return self.pool.lock
 
     @property
     def max_seq_len(self) -> int:
@@ -223,7 +223,7 @@ class ModelCache(Sequence[Any]):
 
     def release(self) -> None:
         """Give the memory back. The cache cannot be used after it."""
-        with self.turn:
+        with self.lock:
             self.batch.end_step()
             self.sequence.close()
             self.pool.release()
@@ -236,7 +236,7 @@ class ModelCache(Sequence[Any]):
             RuntimeError: another thread uses the cache, or it was released.
             SnapshotError: it is divided over ranks.
         """
-        with self.turn:
+        with self.lock:
             self._check_whole()
             made: Self = self.pool.make_cache(self.max_seq_len)
             made.sequence.load(self.sequence)
@@ -260,7 +260,7 @@ class ModelCache(Sequence[Any]):
             RuntimeError: another thread uses the cache, or it was released.
             ValueError: metadata that is no text.
         """
-        with self.turn:
+        with self.lock:
             self._check_whole()
             snapshot.save(Path(path), self.sequence, metadata=metadata or {})
 
@@ -278,7 +278,7 @@ class ModelCache(Sequence[Any]):
                 ranks.
             RuntimeError: another thread uses the cache, or it was released.
         """
-        with self.turn:
+        with self.lock:
             self._check_whole()
             self.reset()
             return snapshot.restore(Path(path), self.sequence)

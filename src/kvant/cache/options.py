@@ -29,7 +29,7 @@ class CacheOptions:
             once.
         kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
         rotates: without a format, keys of 4 bits go through a Hadamard transform, as in
-            :class:`kvant.operators.front.Front`. A caller's ``kv_format="pmx"`` turns it off.
+            :class:`kvant.operators.key_transform.KeyTransform`. A caller's ``kv_format="pmx"`` turns it off.
 
     Raises:
         ArgumentError: a field out of range. Whether a group divides a head is checked with the model.

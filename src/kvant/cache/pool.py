@@ -12,7 +12,7 @@ import mlx.core as mx
 from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat, State, describe_formats
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer, kernel_of
+from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer, kernel_of
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_disk import PoolDisk
@@ -20,12 +20,12 @@ from kvant.cache.pool_sequence import PoolSequence, close
 from kvant.cache.pool_size import check_sizes, pages_and_rows, pool_bytes, single_rows, single_sizes
 from kvant.cache.prefix import as_text, digests, root
 from kvant.cache.prefix_search import PrefixSearch
-from kvant.cache.window_layers import WindowLayers
+from kvant.cache.window_layer_group import WindowLayerGroup
 from kvant.errors import ContextError, SnapshotError
-from kvant.operators.front import Front
+from kvant.operators.key_transform import KeyTransform
 from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes
-from kvant.threads import Turn, check_process
+from kvant.threads import ComputeLock, check_process
 
 __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "single_rows", "single_sizes"]
 
@@ -49,7 +49,9 @@ class Pool:
     def __init__(
         self,
         formats: Sequence[LayerFormat],  # of each layer, with its window
-        fronts: Sequence[Front],  # of each layer; position j is at column j of its bias split's rotation
+        transforms: Sequence[
+            KeyTransform
+        ],  # of each layer; position j is at column j of its bias split's rotation
         *,
         tokens: int,  # of all sequences together; whole pages are made of them
         sequences: int,  # that can be open at once
@@ -70,7 +72,7 @@ class Pool:
         rotary: Rotary | None = None,  # how the model rotates keys; None: not known
         # Whether each sequence's attention is computed by itself. If not, the lengths of the others change
         # the rounding of its logits.
-        attends_apart: bool = True,
+        attends_separately: bool = True,
         states: Sequence[State] = (),  # of a sequence, one of each layer that has it in place of rows
         divided: bool = False,  # other ranks hold some of the rows: sequences can be neither saved nor loaded
     ) -> None:
@@ -83,39 +85,41 @@ class Pool:
         )
         check_process()
         layers = [
-            PoolLayer(own, front, *kernel_of(own, kernels, dtype, num_heads, self.may_have_sinks))
-            for own, front in zip(formats, fronts, strict=True)
+            PoolLayer(own, transform, *kernel_of(own, kernels, dtype, num_heads, self.may_have_sinks))
+            for own, transform in zip(formats, transforms, strict=True)
         ]
-        parts: list[PagedLayers] = []
+        groups: list[LayerGroup] = []
         # In the order of the layers; where none keeps rows, pages still count tokens.
         kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
         for window, kind in dict.fromkeys(kinds) or [(None, "")]:
-            of_part = [
+            of_group = [
                 layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)
             ]
             num_pages, rows = pages_and_rows(
                 window, tokens, sequences, prefill_step_size, checkpoints, single=single
             )
-            for layer in of_part:
+            for layer in of_group:
                 layer.allocate(rows)
             logs_copies = divided and not single  # the other ranks copy the same pages
             if window is None:
-                parts.append(PagedLayers(of_part, num_pages, checkpoints, logs_copies=logs_copies))
+                groups.append(LayerGroup(of_group, num_pages, checkpoints, logs_copies=logs_copies))
             else:
-                parts.append(
-                    WindowLayers(
-                        window, of_part, num_pages, prefill_step_size, checkpoints, logs_copies=logs_copies
+                groups.append(
+                    WindowLayerGroup(
+                        window, of_group, num_pages, prefill_step_size, checkpoints, logs_copies=logs_copies
                     )
                 )
-        self.turn = Turn()  # held by the thread that computes through the pool
+        self.lock = ComputeLock()  # held by the thread that computes through the pool
         self.layers = tuple(layers)  # of the model, in order
         self.saved: Sequence[PoolLayer | State] = self.layers  # the same, with its states among them
-        self.parts = tuple(parts)  # the layers by the page tables that they share
-        self.places = tuple((part, layer) for layer in layers for part in parts if layer in part.layers)
+        self.groups = tuple(groups)  # the layers by the page tables that they share
+        self.places = tuple((group, layer) for layer in layers for group in groups if layer in group.layers)
         # The layers that see all tokens; where all have a window, those with the widest.
-        self.main = max(parts, key=lambda part: math.inf if part.window is None else part.window)
+        self.main = max(groups, key=lambda group: math.inf if group.window is None else group.window)
         self.num_pages = self.main.pages.num
-        self.has_windows = any(part.window is not None for part in parts)  # pages move along with a sequence
+        self.has_windows = any(
+            group.window is not None for group in groups
+        )  # pages move along with a sequence
         self.formats = list(formats)
         # Runs the fused kernel, for the layers that it takes; None: every layer is unfused.
         self.backend = next((layer.backend for layer in layers if layer.backend is not None), None)
@@ -128,10 +132,10 @@ class Pool:
         self.identity = identity
         self.made_for = made_for
         self.rotary = rotary
-        self.attends_apart = attends_apart
+        self.attends_separately = attends_separately
         self.states = states
         self.divided = divided
-        self.prefixes = PrefixSearch(self.parts, self.main, states, self.turn)
+        self.prefixes = PrefixSearch(self.groups, self.main, states, self.lock)
         # Weak references of a single pool to its open sequence and its step. Strong ones would form a cycle,
         # and only the garbage collector would free the memory.
         self._conversation: Callable[[], PoolSequence | None] = lambda: None
@@ -146,16 +150,16 @@ class Pool:
     def describe(self) -> str:
         """Its size and format, in a line."""
         kinds = []
-        for part in self.parts:
-            seen = "all tokens" if part.window is None else f"the last {part.window}"
-            kinds.append(f"{part.pages.num} pages for {len(part.layers)} layers that see {seen}")
+        for group in self.groups:
+            seen = "all tokens" if group.window is None else f"the last {group.window}"
+            kinds.append(f"{group.pages.num} pages for {len(group.layers)} layers that see {seen}")
         kept = f" and {self.checkpoints} checkpoints" if self.checkpoints else ""
         size = f"{format_bytes(self.nbytes)} at {describe_formats(self.formats)}"
         return f"{size} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers with their fronts, and of states: of every sequence and checkpoint."""
+        """Bytes of all layers with their key transforms, and of states: of every sequence and checkpoint."""
         states = sum(state.nbytes for state in self.states)
         return sum(layer.nbytes for layer in self.layers) + (self.max_sequences + self.checkpoints) * states
 
@@ -189,7 +193,7 @@ class Pool:
 
     def fits(self, max_tokens: int) -> bool:
         """Whether a sequence of so many tokens can be opened now."""
-        free = all(part.limit(max_tokens) <= part.num_free for part in self.parts)
+        free = all(group.limit(max_tokens) <= group.num_free for group in self.groups)
         return free and max_tokens <= self.max_seq_len and self.num_sequences < self.max_sequences
 
     def sequence(
@@ -212,7 +216,7 @@ class Pool:
             conversation.keep_common(prompt)
             self.prefixes.read_into(conversation, prompt)
             return conversation
-        with self.turn:
+        with self.lock:
             self.check_opening(max_tokens)
             if len(prompt) > max_tokens:
                 raise ContextError(
@@ -221,15 +225,17 @@ class Pool:
             page_hashes, rest = self.prefixes.find(prompt, salt, whole_pages)
             tables: list[PageTable] = []
             try:
-                for part in self.parts:
-                    part.prefix.use(page_hashes)
-                    tables.append(part.open(page_hashes, max_tokens, rest))
+                for group in self.groups:
+                    group.prefix.use(page_hashes)
+                    tables.append(group.open(page_hashes, max_tokens, rest))
                 length = len(page_hashes) * PAGE_SIZE
                 if rest:
                     before = page_hashes[-1] if page_hashes else root(salt)
                     behind = prompt[length : length + rest]
-                    parts = zip(self.parts, tables, strict=True)
-                    length += min([part.copy_alike(table, length, before, behind) for part, table in parts])
+                    groups = zip(self.groups, tables, strict=True)
+                    length += min(
+                        [group.copy_alike(table, length, before, behind) for group, table in groups]
+                    )
             except BaseException:
                 close(self, tables)
                 raise
@@ -237,16 +243,16 @@ class Pool:
             states = None
             if self.states and length:
                 states = self.main.prefix.checkpoints.states(digests(made.ids, salt, last_page=True)[-1])
-            parts = zip(self.parts, tables, strict=True)
+            groups = zip(self.groups, tables, strict=True)
             if (states is None and self.states and length) or any(
-                t.first > part.first_seen(length) for part, t in parts
+                t.first > group.first_seen(length) for group, t in groups
             ):
                 made.close()  # what it would go on from went where pages were needed for the sequence itself
                 return self.sequence(max_tokens, salt=salt)
             if states is not None:
                 made.states = states
-            for part in self.parts if length and self.checkpoints else ():
-                part.prefix.use_checkpoints(as_text(made.ids, salt), by_prompt=True)
+            for group in self.groups if length and self.checkpoints else ():
+                group.prefix.use_checkpoints(as_text(made.ids, salt), by_prompt=True)
             if self.single:
                 self._conversation = ref(made)
             return made
@@ -291,8 +297,8 @@ class Pool:
         """Hand out pages within. If that was interrupted, a single pool finds the free ones again here."""
         conversation = self._conversation()
         if self._is_torn and conversation is not None:
-            for part, table in zip(self.parts, conversation.tables, strict=True):
-                part.pages.hold_only(table.pages)
+            for group, table in zip(self.groups, conversation.tables, strict=True):
+                group.pages.hold_only(table.pages)
         self._is_torn = True
         yield
         self._is_torn = False

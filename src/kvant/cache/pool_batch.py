@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mlx.core as mx
 
 from kvant.cache.deferred_writes import DeferredWrites
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.operators.cpu_paged_attention import computes_at_once
-from kvant.operators.front import Front
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
+from kvant.operators.key_transform import KeyTransform
 from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows
@@ -25,7 +25,7 @@ class AttentionCache(Protocol):
     """What a model's layer sees of its cache. B batch, S new tokens, H query and K kv heads, D head_dim."""
 
     @property
-    def front(self) -> Front:
+    def transform(self) -> KeyTransform:
         """What queries and keys go through before they are given, and the biases that they come without."""
 
     def multi_head_cache_attention(
@@ -59,7 +59,7 @@ class PoolBatch:
     """
 
     def __init__(self, pool: "Pool", sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
-        self.pool, self.turn = pool, pool.turn
+        self.pool, self.lock = pool, pool.lock
         self.sequences = tuple(sequences)  # that take part, B of them
         count = len(self.sequences)
         # Of the inputs, B or more. Those past B are padding: nothing of them is written, and their attention
@@ -75,7 +75,7 @@ class PoolBatch:
         # (rows, S, hidden) of the step's tokens; None: those of its ids
         self.embeddings: mx.array | None = None
         self._next_embeddings: mx.array | None = None
-        self._placed: dict[PagedLayers, PagedRows] = {}
+        self._placed: dict[LayerGroup, PagedRows] = {}
         # Tokens that are written when the step is committed, through the window of a conversation.
         self.deferred = DeferredWrites(self.sequences[0] if pool.single else None)
 
@@ -83,7 +83,7 @@ class PoolBatch:
         return tuple(self)[index]
 
     def __iter__(self) -> Iterator[AttentionCache]:
-        return (PoolLayerView(self, part, layer) for part, layer in self.pool.places)
+        return (PoolLayerView(self, group, layer) for group, layer in self.pool.places)
 
     def __len__(self) -> int:
         return len(self.pool.layers)
@@ -125,19 +125,19 @@ class PoolBatch:
             raise ValueError(f"inputs has {num_rows} sequences; expected {self.rows}")
         if self.pool.prefill_step_size < S:
             raise ValueError(f"{S} new tokens in one step; the pool takes {self.pool.prefill_step_size}")
-        with self.turn, self.pool.handing_out():
+        with self.lock, self.pool.handing_out():
             for sequence in self.sequences:
                 sequence.check_room(S)
             self.deferred.write()
             every = self.lengths
             lengths, placed = every[: len(self.sequences)], {}
-            for number, part in enumerate(self.pool.parts):
+            for number, group in enumerate(self.pool.groups):
                 tables = [sequence.tables[number] for sequence in self.sequences]
-                rows = self.deferred.place(part, tables[0], S)
+                rows = self.deferred.place(group, tables[0], S)
                 if rows is None:
-                    part.make_room(tables, lengths, S)
-                    rows = place_rows(part, tables, lengths, S)
-                placed[part] = rows
+                    group.make_room(tables, lengths, S)
+                    rows = place_rows(group, tables, lengths, S)
+                placed[group] = rows
             self._placed = placed
             self.step = inputs
             self.embeddings = embeddings
@@ -155,7 +155,7 @@ class PoolBatch:
             ids: the step's token ids, one list for each sequence; None: they are read from what the step was
                 begun with.
         """
-        with self.turn, self.pool.handing_out():
+        with self.lock, self.pool.handing_out():
             step, count = self.step, len(self.sequences)
             live = [(b, sequence) for b, sequence in enumerate(self.sequences) if not sequence.released]
             if step is None or any(sequence.step is not step for _, sequence in live):
@@ -188,11 +188,11 @@ class PoolBatch:
         self._next_embeddings = None
         self._placed = {}
 
-    def placed(self, part: PagedLayers) -> PagedRows:
+    def placed(self, group: LayerGroup) -> PagedRows:
         """Where the step's tokens are, in some of the layers."""
         if self.step is None:
             raise RuntimeError("no step was begun; expected begin before attention")
-        return self._placed[part]
+        return self._placed[group]
 
 
 @dataclass(eq=False, slots=True)
@@ -200,12 +200,12 @@ class PoolLayerView:
     """A layer of a pool as a model sees it in a step."""
 
     batch: PoolBatch
-    part: PagedLayers
+    group: LayerGroup
     layer: PoolLayer
 
     @property
-    def front(self) -> Front:
-        return self.layer.front
+    def transform(self) -> KeyTransform:
+        return self.layer.transform
 
     def multi_head_cache_attention(
         self,
@@ -215,8 +215,7 @@ class PoolLayerView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        own = self.layer.format
-        if sinks is not None and self.front.center is not None:
+        if sinks is not None and self.transform.center is not None:
             raise ValueError(
                 "keys are stored without a constant, which would change the share of learned sinks"
             )
@@ -225,23 +224,23 @@ class PoolLayerView:
             key,
             value,
             self.layer.arrays,
-            self.batch.placed(self.part),
-            **own.operands,
+            self.batch.placed(self.group),
+            **self.layer.operands,
             mask=mask,
-            bias_split=self.front.bias_split,
+            bias_split=self.transform.bias_split,
             sinks=sinks,
             backend=self.layer.backend,
         )
         if waiting is not None:
-            self.batch.deferred.add(self.part, self.layer, waiting)
+            self.batch.deferred.add(self.group, self.layer, waiting)
         return output
 
 
 def place_rows(
-    part: PagedLayers, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int
+    group: LayerGroup, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int
 ) -> PagedRows:
     """Return where S new tokens of each sequence are written, and what their queries read."""
-    first = [part.first_read(length) for length in lengths]
+    first = [group.first_read(length) for length in lengths]
     new, read, counts = [], [], []
     for table, length, seen in zip(tables, lengths, first, strict=True):
         end = length + new_tokens - table.start
@@ -249,10 +248,10 @@ def place_rows(
         read.append(runs(table.pages, seen - table.start, end))
         counts.append(end)
     pages = None
-    if part.is_fused and new_tokens <= MAX_NEW_TOKENS:
+    if group.is_fused and new_tokens <= MAX_NEW_TOKENS:
         held = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]
-        pages = step_pages(held, [table.start for table in tables], lengths, max(counts), part.window)
+        pages = step_pages(held, [table.start for table in tables], lengths, max(counts), group.window)
     if len(new) == 1:
-        return PagedRows(new[0], read, first, part.window, pages)
+        return PagedRows(new[0], read, first, group.window, pages)
     rows = [row for own in new for run in own for row in range(*run)]
-    return PagedRows(mx.array(rows, mx.int32), read, first, part.window, pages)
+    return PagedRows(mx.array(rows, mx.int32), read, first, group.window, pages)

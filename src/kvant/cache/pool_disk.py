@@ -22,7 +22,7 @@ from kvant.cache.layer_format import (
     stored_bytes,
     stored_of,
 )
-from kvant.cache.paged_layers import PagedLayers
+from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class PoolDisk:
                 "the model was not loaded from a folder: nobody could tell its files from another's"
             )
         self.disk = disk
-        self._parts = pool.parts
-        self._row_bytes = {part: sum(map(stored_bytes, _rows(part, 1))) for part in pool.parts}
+        self._groups = pool.groups
+        self._row_bytes = {group: sum(map(stored_bytes, _rows(group, 1))) for group in pool.groups}
         self._states = pool.states
         computed = [version("mlx"), str(mx.default_device())] if is_exact else []
         facts = [
@@ -56,15 +56,15 @@ class PoolDisk:
         ]
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
 
-    def has(self, part: PagedLayers | None, digest: bytes) -> bool:
+    def has(self, group: LayerGroup | None, digest: bytes) -> bool:
         """Whether the page of some layers at the end of a text is there; None: the states after it."""
-        return self._name(part, digest) in self.disk
+        return self._name(group, digest) in self.disk
 
-    def put_page(self, part: PagedLayers, digest: bytes, page: int, rows: int) -> None:
+    def put_page(self, group: LayerGroup, digest: bytes, page: int, rows: int) -> None:
         """Write a page of so many rows; fewer than 128 only if there are states, which go on there."""
         if rows == PAGE_SIZE or self._states:
-            size = rows * self._row_bytes[part]
-            self.disk.put(self._name(part, digest), size, lambda: packed(part.page_rows(page, rows)))
+            size = rows * self._row_bytes[group]
+            self.disk.put(self._name(group, digest), size, lambda: packed(group.page_rows(page, rows)))
 
     def put_states(self, digest: bytes, states: Sequence[Arrays]) -> None:
         """Have the states after a text written."""
@@ -72,9 +72,9 @@ class PoolDisk:
         size = sum(array.nbytes for array in arrays if array is not None)
         self.disk.put(self._name(None, digest), size, lambda: packed(arrays))
 
-    def page(self, part: PagedLayers, digest: bytes, rows: int) -> list[mx.array]:
-        """Return the rows of a page, for :meth:`PagedLayers.put_page`; raise as :meth:`states` does."""
-        return self._get(part, digest, partial(unpacked, expected=_rows(part, rows)))  # type: ignore[arg-type]
+    def page(self, group: LayerGroup, digest: bytes, rows: int) -> list[mx.array]:
+        """Return the rows of a page, for :meth:`LayerGroup.put_page`; raise as :meth:`states` does."""
+        return self._get(group, digest, partial(unpacked, expected=_rows(group, rows)))  # type: ignore[arg-type]
 
     def states(self, digest: bytes) -> list[Arrays]:
         """Return the states after a text; raise FileNotFoundError if they are not there, or wrong."""
@@ -88,21 +88,23 @@ class PoolDisk:
 
         return self._get(None, digest, parse)
 
-    def remove(self, part: PagedLayers, digest: bytes) -> None:
+    def remove(self, group: LayerGroup, digest: bytes) -> None:
         """Remove a page's file, if there is one."""
-        self.disk.remove(self._name(part, digest))
+        self.disk.remove(self._name(group, digest))
 
-    def used(self, chain: Sequence[bytes]) -> None:
+    def used(self, page_hashes: Sequence[bytes]) -> None:
         """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""
-        self.disk.used([self._name(part, digest) for digest in chain for part in (*self._parts, None)])
+        self.disk.used(
+            [self._name(group, digest) for digest in page_hashes for group in (*self._groups, None)]
+        )
 
-    def _name(self, part: PagedLayers | None, digest: bytes) -> str:
-        kind = 255 if part is None else self._parts.index(part)
+    def _name(self, group: LayerGroup | None, digest: bytes) -> str:
+        kind = 255 if group is None else self._groups.index(group)
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
-    def _get(self, part: PagedLayers | None, digest: bytes, parse: Callable[[bytes], Found]) -> Found:
+    def _get(self, group: LayerGroup | None, digest: bytes, parse: Callable[[bytes], Found]) -> Found:
         """Return what a file has; remove one of something else."""
-        name = self._name(part, digest)
+        name = self._name(group, digest)
         data = self.disk.get(name)
         try:
             if data is not None:
@@ -112,9 +114,9 @@ class PoolDisk:
         raise FileNotFoundError(f"{name} is not in the disk cache")
 
 
-def _rows(part: PagedLayers, rows: int) -> list[Stored]:
+def _rows(group: LayerGroup, rows: int) -> list[Stored]:
     """What the arrays of so many rows are."""
-    return [each for layer in part.layers for each in layer.format.arrays(rows).values()]
+    return [each for layer in group.layers for each in layer.format.arrays(rows).values()]
 
 
 def packed(arrays: Sequence[mx.array | None]) -> bytes:

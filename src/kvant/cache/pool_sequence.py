@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 import mlx.core as mx
 
 from kvant.cache.layer_format import SLACK, Arrays, State, difference
-from kvant.cache.paged_layers import PageTable, PoolLayer
+from kvant.cache.layer_group import PageTable, PoolLayer
 from kvant.cache.pages import runs
 from kvant.cache.sequence_checkpoints import SequenceCheckpoints
 from kvant.cache.shared_prefix import SharedPrefix
@@ -26,7 +26,7 @@ class PoolSequence:
     ) -> None:
         """With ``ids`` of tokens whose rows are in the tables' pages already."""
         self.pool = pool
-        self.tables = tables  # its pages, one table for each of the pool's parts
+        self.tables = tables  # its pages, one table for each of the pool's layer groups
         self.max_tokens = max_tokens  # that pages are reserved for
         self.salt = salt  # it shares pages with sequences of the same one
         self.step: object | None = None  # that it takes part in and that is not committed
@@ -87,7 +87,7 @@ class PoolSequence:
     def trim(self, num_tokens: int) -> int:
         """Forget the last tokens, or all it has, as far as :meth:`can_trim_to` allows. Returns how many."""
         check_num_tokens(num_tokens)
-        with self.pool.turn, self.pool.handing_out():
+        with self.pool.lock, self.pool.handing_out():
             self.check_open()
             lost = min(num_tokens, self.length)
             length = self.length - lost
@@ -101,8 +101,8 @@ class PoolSequence:
                 self.checkpoints.restore(self, length)
             else:
                 self.length = length
-                for part, table in zip(self.pool.parts, self.tables, strict=True):
-                    part.go_back(table, length)
+                for group, table in zip(self.pool.groups, self.tables, strict=True):
+                    group.go_back(table, length)
             self.checkpoints.drop_after(length)
             self.states = self.states
             self.pool.drop_step()
@@ -144,8 +144,8 @@ class PoolSequence:
     @property
     def _oldest_rows(self) -> int:
         """The shortest length, except 0, whose rows are all there."""
-        parts = zip(self.pool.parts, self.tables, strict=True)
-        return max(part.oldest_length(table) for part, table in parts)
+        groups = zip(self.pool.groups, self.tables, strict=True)
+        return max(group.oldest_length(table) for group, table in groups)
 
     def fork(self, max_tokens: int | None = None) -> Self:
         """Return a sequence with the same tokens, in the same pages until one of the two writes there.
@@ -153,15 +153,15 @@ class PoolSequence:
         ``max_tokens``: that pages are reserved for; None: as many as this one has.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
-        with self.pool.turn:
+        with self.pool.lock:
             self.check_open()
             self.pool.check_opening(max_tokens)
             if max_tokens < self.length:
                 raise ContextError(f"max_tokens is {max_tokens}; the sequence has {self.length} tokens")
             tables: list[PageTable] = []
             try:
-                for part, table in zip(self.pool.parts, self.tables, strict=True):
-                    tables.append(part.fork(table, self.length, max_tokens))
+                for group, table in zip(self.pool.groups, self.tables, strict=True):
+                    tables.append(group.fork(table, self.length, max_tokens))
             except BaseException:
                 close(self.pool, tables)
                 raise
@@ -199,7 +199,7 @@ class PoolSequence:
             self.checkpoints.add(self)  # the next sequence begins with what this one leaves
         if pool.single and pool.disk is None:
             return
-        with pool.turn:
+        with pool.lock:
             self.check_open()
             prefix = SharedPrefix(self, upto, last_page=last_page)
             if pool.disk is not None:
@@ -217,7 +217,7 @@ class PoolSequence:
             raise ValueError("the cache is for a model with other layers than the pool's")
         own.check_whole()
         given.check_whole()
-        with own.turn, given.turn:
+        with own.lock, given.lock:
             self.check_open()
             other.check_open()
             length, ids = other.length, other.ids
@@ -236,7 +236,7 @@ class PoolSequence:
             with self.filling(lost, ids):
                 for layer, from_layer in source.items():
                     first = max(lost[layer], self._table_of(layer).first)
-                    self.put(layer, other.held_rows(from_layer, first), length)
+                    self.put(layer, other.copied_rows(from_layer, first), length)
                 self.will_have(length, other.states)
 
     @property
@@ -245,7 +245,7 @@ class PoolSequence:
         states = iter(self.states)
         return [next(states) if isinstance(own, State) else own for own in self.pool.saved]
 
-    def held_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:
+    def copied_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:
         """Return a copy of a layer's rows (2, K, rows, D') from position ``first`` on, as they are stored."""
         table = self._table_of(layer)
         rows = runs(table.pages, first - table.start, self.length - table.start)
@@ -253,7 +253,7 @@ class PoolSequence:
 
     def _table_of(self, layer: PoolLayer) -> PageTable:
         return next(
-            table for part, table in zip(self.pool.parts, self.tables, strict=True) if layer in part.layers
+            table for group, table in zip(self.pool.groups, self.tables, strict=True) if layer in group.layers
         )
 
     @contextmanager
@@ -265,13 +265,13 @@ class PoolSequence:
         self.check_room(len(ids))
         self.step = None
         try:
-            for part, table in zip(self.pool.parts, self.tables, strict=True):
-                first = max((lost[layer] for layer in part.layers), default=0)
-                part.begin_at(table, first, len(ids))
+            for group, table in zip(self.pool.groups, self.tables, strict=True):
+                first = max((lost[layer] for layer in group.layers), default=0)
+                group.begin_at(table, first, len(ids))
             yield
         except BaseException:
-            for part, table in zip(self.pool.parts, self.tables, strict=True):
-                part.go_back(table, 0)
+            for group, table in zip(self.pool.groups, self.tables, strict=True):
+                group.go_back(table, 0)
             raise
         self.commit(ids)
 
@@ -300,7 +300,7 @@ class PoolSequence:
 
     def close(self) -> None:
         """Give the pages back, of a conversation's cache too."""
-        with self.pool.turn:
+        with self.pool.lock:
             if not self.released:
                 self.released = True
                 self.checkpoints.drop_after(0)
@@ -315,6 +315,6 @@ def check_num_tokens(num_tokens: int) -> None:
 
 
 def close(pool: "Pool", tables: Sequence[PageTable]) -> None:
-    """Give back the pages of the first parts' tables, or of all."""
-    for part, table in zip(pool.parts, tables, strict=False):
-        part.close(table)
+    """Give back the pages of the first groups' tables, or of all."""
+    for group, table in zip(pool.groups, tables, strict=False):
+        group.close(table)

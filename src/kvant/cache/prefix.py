@@ -65,15 +65,15 @@ class PrefixIndex:
             self._by_page[page] = digest
             self._after.setdefault(before, {})[digest] = None
 
-    def hold(self, chain: Sequence[bytes]) -> list[int]:
+    def hold(self, page_hashes: Sequence[bytes]) -> list[int]:
         """The pages of a text that are all in it, held once more."""
-        pages = [self._found[digest].page for digest in chain]
+        pages = [self._found[digest].page for digest in page_hashes]
         self._pages.share(pages)
         return pages
 
-    def use(self, chain: Sequence[bytes]) -> None:
+    def use(self, page_hashes: Sequence[bytes]) -> None:
         """Note that a text was used: its last page before its first, without which it has no use."""
-        for digest in reversed(chain):
+        for digest in reversed(page_hashes):
             if digest in self._found:
                 self._found.move_to_end(digest)
 

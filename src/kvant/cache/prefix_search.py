@@ -9,16 +9,16 @@ import mlx.core as mx
 
 from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.layer_format import State
-from kvant.cache.paged_layers import PagedLayers
+from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.cache.prefix import as_text, digests, extended, root
-from kvant.threads import Turn
+from kvant.threads import ComputeLock
 
 FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
 
-Page = tuple[PagedLayers, int]  # of a layer group, its number in a text
+Page = tuple[LayerGroup, int]  # of a layer group, its number in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class StoredPrefix:
 
     ids: Sequence[int]
     page_hashes: Sequence[bytes]
-    first: dict[PagedLayers, int]
+    first: dict[LayerGroup, int]
 
-    def pages(self, group: PagedLayers) -> list[Page]:
+    def pages(self, group: LayerGroup) -> list[Page]:
         """Return the pages that a layer group needs."""
         return [(group, number) for number in range(self.first[group], len(self.page_hashes))]
 
@@ -54,13 +54,13 @@ class PrefixSearch:
     """
 
     def __init__(
-        self, groups: Sequence[PagedLayers], main: PagedLayers, states: Sequence[State], turn: Turn
+        self, groups: Sequence[LayerGroup], main: LayerGroup, states: Sequence[State], lock: ComputeLock
     ) -> None:
         """``groups``: the layers of a pool. ``main``: the group that sees most. ``turn``: the pool's lock."""
         self._groups = groups
         self._main = main
         self._states = states
-        self._turn = turn
+        self._lock = lock
         self.disk: PoolDisk | None = None
 
     def find(
@@ -110,7 +110,7 @@ class PrefixSearch:
         """
         if self.disk is None:
             return False
-        with self._turn, suppress(FileNotFoundError):
+        with self._lock, suppress(FileNotFoundError):
             prefix = self._stored(prompt, salt, whole_pages)
             hashes = prefix.page_hashes
             for group in self._groups:
@@ -179,7 +179,7 @@ class PrefixSearch:
         """Return how many of the tokens behind a text have rows in all layers."""
         return min(group.prefix.most_alike(before, ids)[1] for group in self._groups)
 
-    def _has(self, group: PagedLayers, digest: bytes, on_disk: bool) -> bool:
+    def _has(self, group: LayerGroup, digest: bytes, on_disk: bool) -> bool:
         """Return whether a layer group's page at the end of a text is stored."""
         if digest in group.prefix:
             return True
@@ -188,7 +188,7 @@ class PrefixSearch:
 
 def _read(
     disk: PoolDisk, prefix: StoredPrefix, pages: Sequence[Page]
-) -> Iterator[tuple[PagedLayers, int, list[mx.array]]]:
+) -> Iterator[tuple[LayerGroup, int, list[mx.array]]]:
     """Read pages from disk: of each the layer group, its number and its rows.
 
     Raise FileNotFoundError at one that is gone, and remove those behind it. They are going to be computed and

@@ -49,7 +49,7 @@ class PromptCacheFile(Sequence[KVCache]):
                 math.lcm(*(layer.kv_group_size for layer in layers)) if kv_bits else None,
                 bias_split=any(layer.split_pairs is not None for layer in layers),
                 # versions that rotated no keys wrote such files too
-                rotates=any("rotate" in layer.front for layer in layers),
+                rotates=any("rotate" in layer.transform for layer in layers),
             )
             made = reserve_cache(self._max_seq_len, options)
         except ContextError:
@@ -100,8 +100,8 @@ class PlainCacheFile(PromptCacheFile):
                     raise SnapshotError(
                         f"{self._path}: layer {number} has keys and values of {given}; expected {shapes}"
                     )
-                keys = layer.front.keys(keys)
-                stored = fitted_tokens(keys, values, layer.arrays, **kept.operands, alone=True)
+                keys = layer.transform.keys(keys)
+                stored = fitted_tokens(keys, values, layer.arrays, **kept.operands, unbatched=True)
                 made.sequence.put(layer, stored, length)
         self._layers = []
         return made

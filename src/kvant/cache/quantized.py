@@ -10,7 +10,7 @@ from kvant.cache.model import KVCache, ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE
 from kvant.cache.pool import Pool, check_sizes, single_sizes
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.front import Front
+from kvant.operators.key_transform import KeyTransform
 from kvant.operators.pmx.validation import check_tokens
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization
 
@@ -87,12 +87,16 @@ class QuantizedKVCache(KVCache):
         def made(tokens: int) -> ModelCache:
             return ModelCache(
                 Pool(
-                    [own], [Front(bias_split=bias_split)], **single_sizes(tokens), **options, make_cache=made
+                    [own],
+                    [KeyTransform(bias_split=bias_split)],
+                    **single_sizes(tokens),
+                    **options,
+                    make_cache=made,
                 )
             )
 
         cache = made(max_seq_len)
-        super().__init__(cache, cache.pool.parts[0], cache.pool.layers[0])
+        super().__init__(cache, cache.pool.groups[0], cache.pool.layers[0])
 
     def multi_head_cache_attention(
         self,

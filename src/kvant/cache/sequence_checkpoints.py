@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from kvant.cache.layer_format import Arrays
-from kvant.cache.paged_layers import PoolLayer
+from kvant.cache.layer_group import PoolLayer
 
 if TYPE_CHECKING:
     from kvant.cache.pool_sequence import PoolSequence
@@ -45,9 +45,9 @@ class SequenceCheckpoints:
         if not pool.checkpoints or pool.divided or not length or length in self._kept:
             return
         rows = {}
-        for group, table in zip(pool.parts, sequence.tables, strict=True):
+        for group, table in zip(pool.groups, sequence.tables, strict=True):
             for layer in group.layers if table.moves else ():
-                rows[layer] = sequence.held_rows(layer, max(table.first, group.first_seen(length)))
+                rows[layer] = sequence.copied_rows(layer, max(table.first, group.first_seen(length)))
         states = own_copies(sequence.states)
         mx.eval([*rows.values()], states)
         self._kept[length] = rows, states
@@ -59,7 +59,7 @@ class SequenceCheckpoints:
         kept, states = self._kept[length]
         sequence.length = 0
         try:
-            for group, table in zip(sequence.pool.parts, sequence.tables, strict=True):
+            for group, table in zip(sequence.pool.groups, sequence.tables, strict=True):
                 if table.moves:
                     group.begin_at(table, group.first_seen(length), length)
             for layer, rows in kept.items():

@@ -27,7 +27,7 @@ class SharedPrefix:
         self._ids = sequence.ids[:upto]
         self._page_hashes = digests(self._ids, sequence.salt, last_page=last_page)
         self._whole_pages = self._page_hashes[: len(self._ids) // PAGE_SIZE]
-        self._groups = list(zip(sequence.pool.parts, sequence.tables, strict=True))
+        self._groups = list(zip(sequence.pool.groups, sequence.tables, strict=True))
         self.is_all = 0 < len(self._ids) == sequence.length <= len(self._page_hashes) * PAGE_SIZE
 
     def put_in_index(self) -> None:
@@ -45,7 +45,7 @@ class SharedPrefix:
         """Keep the states, and the pages that are seen through windows, after all tokens."""
         pool, salt, last = self._sequence.pool, self._sequence.salt, self._page_hashes[-1]
         text = as_text(self._ids, salt)
-        for group in pool.parts:
+        for group in pool.groups:
             has_states = bool(pool.states) and group is pool.main
             if group.window is None and not has_states:
                 continue

@@ -29,7 +29,7 @@ from kvant.cache.layer_format import (
     stored_bytes,
     stored_of,
 )
-from kvant.cache.paged_layers import PoolLayer
+from kvant.cache.layer_group import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import SnapshotError, one_line
 from kvant.files import open_regular, unique_keys
@@ -277,7 +277,7 @@ def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes 
     for own, layer in zip(header.layers, sequence.saved_layers, strict=True):
         if isinstance(layer, PoolLayer):
             yield from map(array_bytes, layer.tables().values())
-            yield from map(array_bytes, sequence.held_rows(layer, own.first(header.length, header.written)))
+            yield from map(array_bytes, sequence.copied_rows(layer, own.first(header.length, header.written)))
         else:
             yield from (array_bytes(array) for array in layer if array is not None)
 

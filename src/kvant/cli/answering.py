@@ -14,7 +14,7 @@ from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.fitting import describe, named_format, tokens_asked
 from kvant.cli.options import RunOptions
 from kvant.cli.question import Question, at
-from kvant.cli.session import Session, asked_drafts, drafts_beside
+from kvant.cli.session import Session, asked_drafts, drafts_for_pool
 from kvant.cli.terminal import say
 from kvant.engine.model_drafts import check_drafts
 from kvant.engine.request import CHUNK, Request, pool_reservation, reservation
@@ -62,7 +62,7 @@ def answer_together(
     # the last answer's; what was loaded, twice while it is taken over
     caches = 0 if file is None else 2 if held else 1
     pool = _reserve(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
-    drafts = drafts_beside(session, run, pool)
+    drafts = drafts_for_pool(session, run, pool)
     cache, rest = None, None
     if held:
         cache = session.model.reserve_cache(max(*needs, held), session.settings.cache)

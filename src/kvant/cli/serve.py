@@ -12,7 +12,7 @@ from kvant.cache.disk import QUEUE_BYTES
 from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.session import asked_drafts, bound_memory, drafts_beside, follow, load_session
+from kvant.cli.session import asked_drafts, bound_memory, drafts_for_pool, follow, load_session
 from kvant.engine.model_drafts import PooledDrafts, check_drafts
 from kvant.errors import KvantError
 from kvant.files import read_given
@@ -141,7 +141,7 @@ def serve(
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
         check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
-        drafts = drafts_beside(session, run, pool)
+        drafts = drafts_for_pool(session, run, pool)
         if disk is not None:
             pool.use_disk(disk, is_exact=deterministic)
         with options.named("--deterministic"):

@@ -148,7 +148,7 @@ def open_session(
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
     say("\n  ".join(lines), run.quiet or not announce)
-    session.drafts = drafts_beside(session, run, session.cache.pool, announce=announce)
+    session.drafts = drafts_for_pool(session, run, session.cache.pool, announce=announce)
     return session
 
 
@@ -160,12 +160,12 @@ def asked_drafts(session: Session, run: RunOptions) -> Drafts | ModelDrafts | No
     return ModelDrafts(model=session.draft_model, num_draft_tokens=run.num_draft_tokens, options=options)
 
 
-def drafts_beside(session: Session, run: RunOptions, pool: Pool, *, announce: bool = True) -> Drafts | None:
+def drafts_for_pool(session: Session, run: RunOptions, pool: Pool, *, announce: bool = True) -> Drafts | None:
     """Where the answers of a pool draft from; what a draft model needs is reserved, and that is printed."""
     drafts = asked_drafts(session, run)
     if not isinstance(drafts, ModelDrafts):
         return drafts
-    made = drafts.beside(pool)
+    made = drafts.for_pool(pool)
     say(f"draft model: {run.draft_model}, {made.describe()}", run.quiet or not announce)
     return made
 

@@ -221,9 +221,9 @@ def batch_generate(
         )
         check_drafts(drafts, pool, deterministic=deterministic)
         stats.reserved_bytes = pool.nbytes
-        beside = None if drafts is None else drafts.beside(pool)
-        stats.reserved_bytes += beside.pool.nbytes if isinstance(beside, PooledDrafts) else 0
-        wanted = [replace(each, request=replace(each.request, drafts=beside)) for each in wanted]
+        pool_drafts = None if drafts is None else drafts.for_pool(pool)
+        stats.reserved_bytes += pool_drafts.pool.nbytes if isinstance(pool_drafts, PooledDrafts) else 0
+        wanted = [replace(each, request=replace(each.request, drafts=pool_drafts)) for each in wanted]
         say(f"Reserved: {format_bytes(stats.reserved_bytes)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         finished, started = 0, time.perf_counter()

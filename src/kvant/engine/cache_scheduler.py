@@ -47,7 +47,7 @@ class CacheScheduler(Scheduler):
         return self.sequence.length - self.sequence.lookahead
 
     def submit(self, request: Request | RequestState) -> None:
-        with self.cache.turn:
+        with self._pool.lock:
             super().submit(request)
             self.sequence.go_back(self._kept)  # what was left suspended here does not go on
             self._last = None
@@ -60,7 +60,7 @@ class CacheScheduler(Scheduler):
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
         sequence = self.sequence
-        with self.cache.turn:
+        with self._pool.lock:
             if not self._is_mine:
                 self._end_all()
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
@@ -94,7 +94,7 @@ class CacheScheduler(Scheduler):
     def keep_last(self) -> None:
         """Count the last token of a request that has ended, if there is room, as mlx-lm's cache does."""
         batch = self.cache.batch
-        with self.cache.turn:
+        with self._pool.lock:
             limit = context_limit(self._model, self.cache.max_seq_len)
             is_full = limit is not None and self.sequence.length >= limit
             if self._last is None or is_full or not self._is_mine:
@@ -114,7 +114,7 @@ class CacheScheduler(Scheduler):
     def _drop(self) -> None:
         """Forget what was computed and not handed out."""
         self._later.clear()
-        with self.cache.turn:
+        with self._pool.lock:
             if self._is_mine:
                 self._look(go_back=True)
 

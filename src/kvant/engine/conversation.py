@@ -220,7 +220,7 @@ class Conversation:
         stops = check_stops(stop)
         drafts = asked_drafts(draft, draft_model, num_draft_tokens, self._model, self._tokenizer)
         scheduler = CacheScheduler(self._model, self._cache, prefill_step_size=prefill_step_size)
-        beside = None if drafts is None else self._beside(drafts, self._cache.pool)
+        pool_drafts = None if drafts is None else self._drafts_for_pool(drafts, self._cache.pool)
         whole = [*before, {"role": "user", "content": text}]
         prompts = [self._fit(whole, [])]  # that the model was given, the last one of which it answers
 
@@ -233,7 +233,7 @@ class Conversation:
                 sampler,
                 tuple(logits_processors or ()),
                 self._tokenizer.eos_token_ids,
-                drafts=beside,
+                drafts=pool_drafts,
                 begun=prompt.answer,
                 progress=prompt_progress_callback,
                 keep_logprobs=True,
@@ -258,14 +258,14 @@ class Conversation:
         self._turn = self._record(prompts, answer)
         return self._turn
 
-    def _beside(self, drafts: Drafts | ModelDrafts, pool: Pool) -> Drafts:
+    def _drafts_for_pool(self, drafts: Drafts | ModelDrafts, pool: Pool) -> Drafts:
         """These drafts beside the cache. What a draft model holds is kept for the next turn."""
         if isinstance(drafts, Drafts):
             return drafts
         known = self._drafts
         if known is None or known.model is not drafts.model or known.most != drafts.most:
             self._drafts = None  # frees its cache
-            self._drafts = known = drafts.beside(pool)
+            self._drafts = known = drafts.for_pool(pool)
         return known
 
     def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:

@@ -164,11 +164,11 @@ class DraftChoice:
         match = drafter.match + longer
         return min(match, most) if match >= 1 << self._level else 0
 
-    def stepped(self, seconds: float, *, ahead: bool) -> None:
+    def stepped(self, seconds: float, *, is_lookahead: bool) -> None:
         """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it
         ran.
         """
-        if ahead:
+        if is_lookahead:
             self._plain.append(seconds)
             self._count(0.0)
         else:  # what might have been drafted cost time
@@ -214,7 +214,7 @@ class Drafts:
 
     most: int = MOST  # tokens that are drafted a step, at most
 
-    def beside(self, pool: Pool) -> Self:
+    def for_pool(self, pool: Pool) -> Self:
         """For the sequences of a pool."""
         return self
 

@@ -125,7 +125,7 @@ def stream_generate(
         sampler,
         tuple(logits_processors or ()),
         tokenizer.eos_token_ids,
-        drafts=None if drafts is None else drafts.beside(cache.pool),
+        drafts=None if drafts is None else drafts.for_pool(cache.pool),
         embeddings=input_embeddings,
         progress=prompt_progress_callback,
         keep_logprobs=True,

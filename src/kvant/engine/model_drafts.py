@@ -48,7 +48,7 @@ class ModelDrafts:
         """Tokens that are drafted a step, at most."""
         return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
-    def beside(self, pool: Pool) -> "PooledDrafts":
+    def for_pool(self, pool: Pool) -> "PooledDrafts":
         """The drafts for the sequences of a pool: as many are reserved for the draft model, in the same
         format.
 
@@ -124,8 +124,8 @@ class PooledDrafts(Drafts):
         mx.eval(self.model.feed(mx.array([ids]), batch))
         mx.clear_cache()  # as of a prompt's chunks
         batch.commit(ids=[ids])
-        drafter.held += len(ids)
-        if drafter.held + 1 == len(drafter.tokens):
+        drafter.num_fed += len(ids)
+        if drafter.num_fed + 1 == len(drafter.tokens):
             drafter.sequence.share_prefix()
 
     def _draft(self, counts: dict["ModelDrafter", int]) -> dict["ModelDrafter", list[int]]:
@@ -155,8 +155,8 @@ class PooledDrafts(Drafts):
             widest = 1
         for each, draft in found.items():
             if draft:  # the last one drafted was not fed
-                each.held = len(each.tokens)
-                each.drafted = draft[: each.sequence.length - each.held]
+                each.num_fed = len(each.tokens)
+                each.drafted = draft[: each.sequence.length - each.num_fed]
         return found
 
 
@@ -173,7 +173,7 @@ class ModelDrafter(Drafter):
         """
         self.drafts, self._salt, self._reserved = drafts, salt, reserved
         self.tokens: list[int] = []  # of its answer
-        self.held = 0  # of these, the first that its sequence has
+        self.num_fed = 0  # of these, the first that its sequence has
         self.drafted: Sequence[int] = ()  # what its sequence has behind them
         self._sequence: PoolSequence | None = None
 
@@ -191,7 +191,7 @@ class ModelDrafter(Drafter):
     @property
     def rest(self) -> list[int]:
         """Tokens that are to be fed."""
-        return self.tokens[self.held :]
+        return self.tokens[self.num_fed :]
 
     def opened(self) -> bool:
         """Take pages, or take back what was drafted and did not come. Returns whether anything can be
@@ -209,12 +209,12 @@ class ModelDrafter(Drafter):
             except ContextError as error:
                 self.ended = str(error)
                 return False
-            self.held = self._sequence.length
+            self.num_fed = self._sequence.length
         came = takewhile(lambda pair: pair[0] == pair[1], zip(self.drafted, self.rest, strict=False))
         # One has to be fed for there to be logits.
-        self.held = min(self.held + sum(1 for _ in came), len(self.tokens) - 1)
+        self.num_fed = min(self.num_fed + sum(1 for _ in came), len(self.tokens) - 1)
         self.drafted = ()
-        self._sequence.trim_to(self.held)
+        self._sequence.trim_to(self.num_fed)
         return True
 
     def release(self, *, failed: bool = False) -> None:

@@ -58,7 +58,7 @@ class PromptPrefix:
         again = self._pool.prefixes.fetch(
             self.known, salt=self._salt, whole_pages=self._whole_pages, most=FETCHED_PAGES
         )
-        pages = len(self._ids) // self._pool.page_size * len(self._pool.parts)
+        pages = len(self._ids) // self._pool.page_size * len(self._pool.groups)
         return again and self._fetches <= MIN_FETCHES + pages
 
     def open(self, max_tokens: int) -> PoolSequence:

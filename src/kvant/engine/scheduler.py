@@ -78,7 +78,7 @@ class Scheduler:
             raise ValueError(
                 f"deterministic feeds {CHUNK} tokens at once; the pool takes {pool.prefill_step_size}"
             )
-        if deterministic and not pool.attends_apart:
+        if deterministic and not pool.attends_separately:
             raise ValueError(
                 f"deterministic is not possible with {model.config.model_type}: it reads the padded tokens "
                 f"of all sequences at once, so that rounding depends on their lengths"
@@ -128,7 +128,7 @@ class Scheduler:
         return replace(self._speculation.counts)
 
     @property
-    def held(self) -> list[tuple[Request, int, PoolSequence]]:
+    def reserved_answers(self) -> list[tuple[Request, int, PoolSequence]]:
         """Every answer whose pages are reserved: its request, number and sequence. Another thread must not
         ask.
         """
@@ -142,7 +142,7 @@ class Scheduler:
         check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
         if isinstance(request.drafts, ModelDrafts):
             raise ArgumentError(
-                "draft_model", "is given for a single sequence; expected what beside makes of it"
+                "draft_model", "is given for a single sequence; expected what for_pool returns"
             )
         return RequestState(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 

@@ -193,7 +193,7 @@ class Speculation:
         if step.is_lookahead == (following is None):
             self._step_seconds = None
         if is_plain and self._step_seconds is not None:
-            self._choice.stepped(self._step_seconds, ahead=step.is_lookahead or self._pool.divided)
+            self._choice.stepped(self._step_seconds, is_lookahead=step.is_lookahead or self._pool.divided)
 
     def commit(
         self, step: SpeculativeStep, verified: Sequence[Sequence[tuple[SampledToken | Exception, bool]]]

@@ -10,7 +10,7 @@ from kvant.errors import CheckpointError, ModelError
 from kvant.files import read_json
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.share import Share, Wanted, divides_inputs
+from kvant.models.share import Share, TensorSelection, divides_inputs
 from kvant.models.tensors import Part, TensorFiles
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapters.safetensors"
@@ -39,7 +39,7 @@ class Adapter:
     Each matrix takes its part once, when it is loaded.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, wanted: Wanted) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, wanted: TensorSelection) -> None:
         """``folder``: as ``mlx_lm.lora`` writes it. ``config``: of the whole model, of which ``wanted`` is
         loaded.
         """

@@ -18,7 +18,7 @@ from kvant.cache.prompt_file import PromptCacheFile, ReserveCache
 from kvant.errors import ContextError
 from kvant.models.config import ModelConfig
 from kvant.models.language_model import LanguageModelConfig
-from kvant.operators.front import can_rotate
+from kvant.operators.key_transform import can_rotate
 from kvant.sizes import format_bytes, physical_memory
 
 DEFAULT_RESERVATION = 4096  # tokens
@@ -121,7 +121,7 @@ def pool_format(
         max_seq_len=max_seq_len,
         value_bits=choice.value_bits,
         split_pairs=None if pairs is None else tuple(pairs),
-        front="+".join(filter(None, ("norms" if balanced else "", choice.name))),
+        transform="+".join(filter(None, ("norms" if balanced else "", choice.name))),
     )
 
 

@@ -25,7 +25,7 @@ from kvant.models.matrix import (
     quantized_matrix,
 )
 from kvant.models.mlp import MLP, Experts
-from kvant.models.share import Share, Wanted, divides_inputs, everything, local_config
+from kvant.models.share import Share, TensorSelection, divides_inputs, everything, local_config
 from kvant.models.stacking import joined_part, stored_otherwise, take_stacked
 from kvant.models.tensors import DTYPES, FLOATS, Expected, TensorFiles
 from kvant.threads import check_process
@@ -82,7 +82,7 @@ def load_part(
     check_process()
     config, tensors = check_folder(folder, whole=False)
     whole = everything(config)
-    wanted = Wanted(
+    wanted = TensorSelection(
         share=whole.share if share is None else share,
         layers=whole.layers if layers is None else layers,
         embedding=embedding or (head and config.tie_word_embeddings is True),
@@ -128,7 +128,7 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
     return expected
 
 
-def part_bytes(config: ModelConfig, tensors: TensorFiles, wanted: Wanted) -> int:
+def part_bytes(config: ModelConfig, tensors: TensorFiles, wanted: TensorSelection) -> int:
     """Bytes of the tensors that a rank reads, in files that were checked."""
     table, share = config.architecture, wanted.share
     found = {}
@@ -199,7 +199,7 @@ class _Builder:
         tensors: TensorFiles,
         dtype: mx.Dtype,
         adapter: Adapter | None,
-        wanted: Wanted,
+        wanted: TensorSelection,
         unpack: bool,
     ) -> None:
         self.config, self.tensors, self.dtype, self.adapter = config, tensors, dtype, adapter

@@ -30,7 +30,7 @@ from kvant.models.language_model import CacheMaker
 from kvant.models.matrix import Linear, Matrix
 from kvant.models.mlp import MLP, Experts
 from kvant.operators.attention import attend_tokens
-from kvant.operators.front import PLAIN
+from kvant.operators.key_transform import PLAIN
 from kvant.operators.masks import window_mask
 from kvant.operators.normalization import rms_norm
 from kvant.operators.rotary import Rotate
@@ -61,9 +61,9 @@ class Attention:
         B, S, _ = x.shape
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         qkv = self.qkv_proj(x)
-        front = PLAIN if cache is None else cache.front
+        transform = PLAIN if cache is None else cache.transform
         if self.qkv_bias is not None:
-            qkv = qkv + (self.qkv_bias.whole if front.bias_split is None else self.qkv_bias.stored)
+            qkv = qkv + (self.qkv_bias.whole if transform.bias_split is None else self.qkv_bias.stored)
         if self.projection_norms is not None:
             query, key, value = mx.split(qkv, [H * D, (H + K) * D], axis=-1)
             qkv = mx.concatenate([*self._normalized(query, key, self.projection_norms), value], axis=-1)
@@ -74,7 +74,7 @@ class Attention:
             query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.head_norm
         if self.rotates:  # queries and keys turn by the same angles: one call for both
             query_key = rotate(query_key)
-        query_key = front.query_key(query_key, H)
+        query_key = transform.query_key(query_key, H)
         query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
         if cache is not None:
             output = cache.multi_head_cache_attention(query, key, value)
@@ -192,7 +192,7 @@ class Decoder(CacheMaker):
         if cache is None:
             return self.logits(self.hidden_states(inputs, offset))
         batch = self._checked(cache)
-        with batch.turn:
+        with batch.lock:
             hidden = self.hidden_states(inputs, offset, batch)
             if threading.active_count() > 1:  # computed while no other thread may write to the cache
                 mx.eval(hidden)
@@ -300,13 +300,13 @@ class Decoder(CacheMaker):
         }
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
-        fronts = []
+        transforms = []
         for number, split in zip(held_layers, splits, strict=True):
             choice = layer_choice(self.config, options, number, None if split is None else split.pairs)
-            fronts.append(choice.front(held_heads, self.config.head_dim, split))
+            transforms.append(choice.transform(held_heads, self.config.head_dim, split))
         return Pool(
             formats,
-            fronts,
+            transforms,
             **sizes,
             make_cache=partial(self.reserve_cache, options=options),
             identity=self.identity,

@@ -70,7 +70,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TensorSelection:
     """What a rank reads: the arguments of :func:`kvant.models.checkpoint.load_part`, each of them said."""
 
     share: Share
@@ -86,9 +86,9 @@ class Wanted:
         return self.embedding if row == config.architecture.embedding else self.head
 
 
-def everything(config: ModelConfig) -> Wanted:
+def everything(config: ModelConfig) -> TensorSelection:
     """All of a model, for one process."""
-    return Wanted(
+    return TensorSelection(
         shares(config, 1)[0], range(config.num_hidden_layers), embedding=True, head=True, all_sum=lambda x: x
     )
 

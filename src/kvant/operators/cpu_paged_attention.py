@@ -48,7 +48,7 @@ def attend_rows_on_cpu(
     counts = rows.counts
     size = tokens_at_once(float_bytes(arrays[0], D, quant_bit, value_bit), S, quant_bit)
     outputs: list[mx.array] = []
-    for share in shares(counts, size, alone=LONG_TOKENS if few else None):
+    for share in shares(counts, size, unbatched=LONG_TOKENS if few else None):
         count = counts[share.start]
         own = rows.only(share)
         if few and mask is None and not waiting and min(count, rows.window or count) >= LONG_TOKENS:

@@ -62,7 +62,7 @@ def multi_head_cache_attention(
     form = bits | {"quant_group": quant_group}
     waiting: list[mx.array] | None = None
     if rows.new is None:
-        waiting = fitted_tokens(key, value, arrays, **form, alone=True)
+        waiting = fitted_tokens(key, value, arrays, **form, unbatched=True)
     else:
         write_rows(key[:B], value[:B], arrays, rows.new, **form, backend=None if pages is None else backend)
     options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}

@@ -117,7 +117,7 @@ def write_rows(
     That is one operation an array, or an array and run. ``form``: of
     :func:`kvant.operators.stored_tokens.fitted_tokens`.
     """
-    new = fitted_tokens(key, value, arrays, **form, alone=not isinstance(rows, mx.array))
+    new = fitted_tokens(key, value, arrays, **form, unbatched=not isinstance(rows, mx.array))
     for array, part in zip(arrays, new, strict=True):
         if not isinstance(rows, mx.array):
             put_rows(array, part, rows)
@@ -178,13 +178,13 @@ def tokens_at_once(row_bytes: int, new_tokens: int, quant_bit: int) -> int:
     return most if new_tokens <= FEW_ROWS else most // PARTS_OF_MANY
 
 
-def shares(counts: Sequence[int], most: int, alone: int | None = None) -> Iterator[slice]:
+def shares(counts: Sequence[int], most: int, unbatched: int | None = None) -> Iterator[slice]:
     """The sequences that are read together: of ``most`` rows at most, or one. With ``alone`` rows one is
     by itself.
     """
     start, total = 0, 0
     for b, count in enumerate(counts):
-        is_long = alone is not None and max(count, counts[b - 1]) >= alone
+        is_long = unbatched is not None and max(count, counts[b - 1]) >= unbatched
         if b > start and (total + count > most or is_long):
             yield slice(start, b)
             start, total = b, 0

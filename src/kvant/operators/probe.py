@@ -282,7 +282,7 @@ class Trial:
         shape = (1, KV_HEADS, len(self.spans) * rows)
         key, value = (mx.zeros((*shape, width)) for width in (use.head_dim, use.value_dim))
         arrays = stored_tokens(
-            key, value, [mx.zeros(0, dtype), mx.zeros(0, use.scale_dtype)], **self.form, alone=True
+            key, value, [mx.zeros(0, dtype), mx.zeros(0, use.scale_dtype)], **self.form, unbatched=True
         )
         arrays[-1] = mx.full(arrays[-1].shape, math.nan, arrays[-1].dtype)
         return arrays

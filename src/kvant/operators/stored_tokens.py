@@ -19,7 +19,7 @@ def stored_tokens(
     quant_group: int,
     value_bit: int = 0,
     backend: Backend | None = None,
-    alone: bool = False,
+    unbatched: bool = False,
     fit: bool = False,
 ) -> list[mx.array]:
     """Keys and values (B, K, S, D) as a cache and its scale, if there is one, store them: (B, 2, K, S, last)
@@ -40,7 +40,7 @@ def stored_tokens(
         words, scales = quantize_tokens(
             key, value, **options, scale_dtype=arrays[1].dtype, backend=backend, fit=fit
         )
-        axes = (0, 1) if alone else 0
+        axes = (0, 1) if unbatched else 0
         return [mx.view(words.squeeze(axes), arrays[0].dtype), scales.squeeze(axes)]  # [0] would be a gather
 
     def quantized(x: mx.array, bits: int) -> tuple[mx.array, mx.array]:
@@ -51,12 +51,12 @@ def stored_tokens(
     if value_bit not in (0, quant_bit):
         sides = zip(quantized(key, quant_bit), quantized(value, value_bit), arrays, strict=True)
         joined = [mx.concatenate([mx.view(x, own.dtype) for x in parts], axis=-1) for *parts, own in sides]
-        return joined if alone else [x[:, None] for x in joined]
+        return joined if unbatched else [x[:, None] for x in joined]
     if value.shape[3] == D:
-        both = mx.concatenate([key, value], axis=1).reshape(*([] if alone else [B]), 2, K, S, D)
+        both = mx.concatenate([key, value], axis=1).reshape(*([] if unbatched else [B]), 2, K, S, D)
     else:
         both = mx.concatenate([key, value], axis=-1)
-        both = both if alone else both[:, None]
+        both = both if unbatched else both[:, None]
     return list(quantized(both, quant_bit)) if quant_bit else [both.astype(arrays[0].dtype)]
 
 

@@ -7,8 +7,8 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.deferred_writes import DeferredWrites
+from kvant.cache.layer_group import PageTable
 from kvant.cache.options import CacheOptions
-from kvant.cache.paged_layers import PageTable
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, place_rows
 from kvant.errors import RanksError
@@ -25,10 +25,8 @@ class PlannedBatch(PoolBatch):
     def __init__(
         self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int
     ) -> None:
-        """``tables``: of each of the pool's parts, each sequence's pages. ``rows`` past the sequences are
-        padding.
-        """
-        self.pool, self.turn, self.sequences, self.rows = pool, pool.turn, (), rows
+        """``tables``: of each layer group, each sequence's pages. Further ``rows`` are padding."""
+        self.pool, self.lock, self.sequences, self.rows = pool, pool.lock, (), rows
         self.step: mx.array | None = None
         self.embeddings: mx.array | None = None
         self._placed = {}
@@ -40,9 +38,9 @@ class PlannedBatch(PoolBatch):
         return (*self._held, *(0,) * (self.rows - len(self._held)))
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
-        placed = zip(self.pool.parts, self._tables, strict=True)
+        placed = zip(self.pool.groups, self._tables, strict=True)
         self._placed = {
-            part: place_rows(part, tables, self._held, inputs.shape[1]) for part, tables in placed
+            group: place_rows(group, tables, self._held, inputs.shape[1]) for group, tables in placed
         }
         self.step = inputs
         return self.lengths
@@ -98,9 +96,9 @@ def follow(part: LanguageModel, guard: Guard) -> NoReturn:
 
 def _planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
     """Make the batch that rank 0 has planned in this rank's pool."""
-    for part, copies in zip(pool.parts, plan["copies"], strict=True):
+    for group, copies in zip(pool.groups, plan["copies"], strict=True):
         for page, to, rows in copies:
-            part.copy(page, to, rows)
+            group.copy(page, to, rows)
     tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
     return PlannedBatch(pool, tables, plan["lengths"], plan["rows"])
 

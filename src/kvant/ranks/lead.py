@@ -144,12 +144,13 @@ class Lead(CacheMaker):
 
 def _pool_plan(batch: PoolBatch) -> dict[str, Any]:
     """Describe a batch's step: the pages that were copied since the last one, and each token's place."""
-    parts, copies = batch.pool.parts, []
-    for part in parts:
-        copies.append(part.copied or [])
-        part.copied = []
+    groups = batch.pool.groups
+    copies = []
+    for group in groups:
+        copies.append(group.copied or [])
+        group.copied = []
     tables = [
-        [(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(parts))
+        [(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(groups))
     ]
     lengths = [sequence.length for sequence in batch.sequences]
     return {"copies": copies, "tables": tables, "lengths": lengths, "rows": batch.rows}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvant.cache.layer_format import describe_formats
-from kvant.cache.paged_layers import PagedLayers
+from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE, runs
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.request import Request, Token
@@ -68,7 +68,7 @@ class Live:
 
     def _observe(self, scheduler: Scheduler, tokens: Sequence[Token]) -> None:
         now = time.perf_counter()
-        held = {(request, number): sequence for request, number, sequence in scheduler.held}
+        held = {(request, number): sequence for request, number, sequence in scheduler.reserved_answers}
         for key in held:
             self._number(key)
         times = []
@@ -110,7 +110,7 @@ class Live:
                 {"number": number, "tokens": sequence.length, "reserved": sequence.max_tokens}
                 for number, sequence in sequences
             ],
-            "parts": [_pages(place, part, sequences) for place, part in enumerate(self._pool.parts)],
+            "parts": [_pages(place, group, sequences) for place, group in enumerate(self._pool.groups)],
         }
 
 
@@ -124,22 +124,22 @@ def _facts(pool: Pool) -> dict[str, Any]:
         "sequence_tokens": pool.max_seq_len,
         "parts": [
             {
-                "window": part.window,
-                "layers": len(part.layers),
-                "pages": part.pages.num,
-                "page_bytes": sum(layer.nbytes for layer in part.layers) / part.pages.num,
+                "window": group.window,
+                "layers": len(group.layers),
+                "pages": group.pages.num,
+                "page_bytes": sum(layer.nbytes for layer in group.layers) / group.pages.num,
             }
-            for part in pool.parts
+            for group in pool.groups
         ],
     }
 
 
-def _pages(place: int, part: PagedLayers, sequences: Sequence[tuple[int, PoolSequence]]) -> dict[str, Any]:
+def _pages(place: int, group: LayerGroup, sequences: Sequence[tuple[int, PoolSequence]]) -> dict[str, Any]:
     """Whose pages they are, in the layers of one part."""
     tables = [(number, sequence.tables[place]) for number, sequence in sequences]
     held = {page for _, table in tables for page in table.pages}
     return {
-        "kept": _stretches(sorted(set(part.prefix.pages) - held)),  # beginnings that nobody reads now
+        "kept": _stretches(sorted(set(group.prefix.pages) - held)),  # beginnings that nobody reads now
         "sequences": [
             {"number": number, "start": table.start, "pages": _stretches(table.pages)}
             for number, table in tables

@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model as load_mlx_lm
 import kvant
 from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.models import load_decoder
-from kvant.operators import exponential, front
+from kvant.operators import exponential, key_transform
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
@@ -225,7 +225,7 @@ def test_a_front_takes_no_more_launches_than_two_transforms(
     weights: tuple[int, list[Path]], gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries and keys go through it together: a transform, and a pass before it."""
-    monkeypatch.setattr(front, "_compiled", _one_launch("front"))
+    monkeypatch.setattr(key_transform, "_compiled", _one_launch("transform"))
     model, changed = load_decoder(weights[1][0]), {}
     for name, choice in {
         "none": {},
@@ -236,6 +236,6 @@ def test_a_front_takes_no_more_launches_than_two_transforms(
         cache = model.make_cache(64, kv_format=tuned, bias_split=False)
         layer: Any = next(iter(cache))
         changed[name] = Counter(
-            _traced(lambda both, layer=layer: layer.front.query_key(both, H), _tokens(H + K))
+            _traced(lambda both, layer=layer: layer.transform.query_key(both, H), _tokens(H + K))
         )
     assert changed == {"none": {}, "rotate": {"Hadamard": 1}, "all": {"CustomKernel": 1, "Hadamard": 1}}

@@ -18,7 +18,7 @@ from support.operator_cases import OUTPUT_TOLERANCE
 
 from kvant.cache import QuantizedKVCache
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, stored_dtype
-from kvant.cache.paged_layers import kernel_of
+from kvant.cache.layer_group import kernel_of
 from kvant.models.checkpoint import load_decoder
 from kvant.operators import dispatch, probe
 from kvant.operators.bias_split import BiasSplit

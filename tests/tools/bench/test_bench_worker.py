@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.completions import Reply
-from support.fronts import drawn_format
+from support.key_transforms import drawn_format
 
 from kvant.engine.load import find_model
 from kvant.errors import BenchError

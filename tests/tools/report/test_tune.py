@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from fronts import channels, everywhere, planted
+from key_transforms import channels, everywhere, planted
 from support.bridged import LONG, bridged
 from support.checkpoints import mistral_config, write_reference
 from support.command import call, refusal

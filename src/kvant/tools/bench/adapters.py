@@ -67,7 +67,7 @@ class Kvant:
             self._cache_options = CacheOptions.from_keywords(kv_format=spec.kv_format, kernels=spec.kernels)
         self._cache: ModelCache | None = None
 
-    def tokens(self, prompt: Sequence[int], max_tokens: int, *, ahead: int = 1) -> Tokens:
+    def tokens(self, prompt: Sequence[int], max_tokens: int, *, lookahead: int = 1) -> Tokens:
         """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are
         queued.
         """
@@ -79,8 +79,8 @@ class Kvant:
         else:
             drafts = ModelDrafts(model=self._draft_model, num_draft_tokens=self._spec.num_draft_tokens)
         scheduler = CacheScheduler(self._model, cache, prefill_step_size=self._prefill_step_size)
-        beside = None if drafts is None else drafts.beside(cache.pool)
-        request = Request(prompt, max_tokens + ahead, drafts=beside, keep_logprobs=True)
+        pool_drafts = None if drafts is None else drafts.for_pool(cache.pool)
+        request = Request(prompt, max_tokens + lookahead, drafts=pool_drafts, keep_logprobs=True)
         for new in islice(scheduler.answer([request]), max_tokens):
             self.drafts = None if drafts is None else scheduler.drafts
             yield _token(new)
@@ -89,7 +89,7 @@ class Kvant:
         """Give greedy tokens with the numbers of their prompts: through a pool, or one by one."""
         if self._spec.one_by_one:
             for number, prompt in enumerate(prompts):
-                for token in self.tokens(prompt, max_tokens, ahead=0):
+                for token in self.tokens(prompt, max_tokens, lookahead=0):
                     yield number, token
             return
         tokens = sum(pages_for(len(prompt) + max_tokens) for prompt in prompts) * PAGE_SIZE

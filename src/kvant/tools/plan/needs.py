@@ -158,7 +158,7 @@ def scratch_bytes(
     # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU may attend
     # in float32, and an adapter adds a product to each.
     copies, inner = (7 if on_cpu else 10), 3
-    if settings.cache.kv_format is not None or settings.cache.layer(0).rotates:  # its front's
+    if settings.cache.kv_format is not None or settings.cache.layer(0).rotates:  # its key transform's
         copies += 2
     if checkpoint.adapter_bytes:
         copies, inner = copies + 3, inner + 2

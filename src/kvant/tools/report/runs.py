@@ -16,7 +16,7 @@ from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.request import Request
 from kvant.errors import KvantError, LogitsError
 from kvant.models import Decoder, LanguageModel
-from kvant.operators.front import Front
+from kvant.operators.key_transform import KeyTransform
 from kvant.tools.report.divergence import Tally, log_probabilities
 from kvant.tools.report.formats import CacheFormat
 from kvant.tools.report.texts import Dialogue
@@ -175,7 +175,7 @@ class SideBySide:
     def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
         self._all = (exact, *others)
         # the others must have a bias split if it has one
-        self.front = Front(bias_split=exact.front.bias_split)
+        self.transform = KeyTransform(bias_split=exact.transform.bias_split)
         # sums, of the exact outputs and of the others' differences from them
         self.squares = [0.0] * (1 + len(others))
 
@@ -190,7 +190,7 @@ class SideBySide:
         """Attend through all caches; return the exact one's output."""
         exact, *others = (
             each.multi_head_cache_attention(
-                each.front.queries(query), each.front.keys(key), value, mask, sinks
+                each.transform.queries(query), each.transform.keys(key), value, mask, sinks
             )
             for each in self._all
         )

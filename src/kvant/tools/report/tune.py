@@ -1,4 +1,4 @@
-"""Tuning a cache's format for a model: parts of the front, and bits of keys and values, chosen by
+"""Tuning a cache's format for a model: parts of the key transform, and bits of keys and values, chosen by
 divergence a byte.
 """
 
@@ -13,7 +13,7 @@ from kvant.cache.kv_format import MAX_EXPONENT, KVFormat, LayerChoice
 from kvant.cache.options import CacheOptions
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
-from kvant.operators.front import Front
+from kvant.operators.key_transform import KeyTransform
 from kvant.tools.report.divergence import Figures, Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.runs import Fed, compare, feed
@@ -29,8 +29,8 @@ Side = tuple[int, str]  # a layer's keys or values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Watched(Front):
-    """A front that changes nothing and counts what goes through.
+class Watched(KeyTransform):
+    """A key transform that changes nothing and counts what goes through.
 
     Attributes:
         sums: by name, of each kv head and channel, (K, 1, D) float32: "tokens", "keys" and "key squares",
@@ -125,8 +125,7 @@ def tune(
     max_kld: float,
     progress: Progress = lambda done, total: None,
 ) -> tuple[KVFormat, list[Row]]:
-    """Choose parts of the front for all layers, then layers that get 8 bits, until the divergence is small
-    enough.
+    """Choose a key transform for all layers, then layers with 8 bits, until the divergence is small enough.
 
     As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte; or keys and
     values of single layers, if that takes much less. ``progress`` is called with (tokens fed, tokens to be
@@ -217,8 +216,8 @@ def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
     cache = model.reserve_cache(len(text.pieces[0]), CacheOptions(0))
     watched = []
     for layer in cache.pool.layers:
-        watched.append(Watched("watched", layer.front.bias_split))
-        layer.front = watched[-1]
+        watched.append(Watched("watched", layer.transform.bias_split))
+        layer.transform = watched[-1]
     for piece in text.pieces:
         for _ in feed(model, piece, cache):
             pass

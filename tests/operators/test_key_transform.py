@@ -7,16 +7,16 @@ from support.operator_cases import to_mx, to_numpy
 from support.oracle import Array
 
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.front import PLAIN, Front, rotated
+from kvant.operators.key_transform import PLAIN, KeyTransform, rotated
 
 K, H, S = 2, 6, 5
 
 
-def _front(width: int, **parts: bool) -> Front:
+def _front(width: int, **parts: bool) -> KeyTransform:
     rng = np.random.default_rng(width)
     center = mx.array(rng.normal(0, 30, (K, 1, width)).astype(np.float32))
     balance = mx.array(2.0 ** rng.integers(-3, 4, (K, 1, width)).astype(np.float32))
-    return Front(
+    return KeyTransform(
         "drawn",
         center=center if parts.get("center") else None,
         balance=balance if parts.get("balance") else None,
@@ -36,10 +36,10 @@ def test_rotation_is_the_orthonormal_hadamard_matrix_in_blocks(width: int) -> No
 @pytest.mark.parametrize("width", [64, 80])
 @pytest.mark.parametrize("parts", [("center",), ("balance",), ("rotates",), ("center", "balance", "rotates")])
 def test_a_query_s_scores_differ_by_a_constant_alone(width: int, parts: tuple[str, ...]) -> None:
-    front, rng = _front(width, **dict.fromkeys(parts, True)), np.random.default_rng(1)
+    transform, rng = _front(width, **dict.fromkeys(parts, True)), np.random.default_rng(1)
     query, key = (rng.normal(size=(1, heads, S, width)).astype(np.float32) for heads in (H, K))
     changed_query, changed_key = (
-        to_numpy(x) for x in (front.queries(mx.array(query)), front.keys(mx.array(key)))
+        to_numpy(x) for x in (transform.queries(mx.array(query)), transform.keys(mx.array(key)))
     )
 
     def scores(query: Array, key: Array) -> Array:
@@ -49,7 +49,7 @@ def test_a_query_s_scores_differ_by_a_constant_alone(width: int, parts: tuple[st
     difference = scores(changed_query, changed_key) - scores(query, key)
     difference -= difference.mean(axis=-1, keepdims=True)
     assert np.abs(difference).max() < 1e-3 if "center" in parts else 1e-4
-    np.testing.assert_allclose(to_numpy(front.restored(mx.array(changed_key))), key, atol=1e-3)
+    np.testing.assert_allclose(to_numpy(transform.restored(mx.array(changed_key))), key, atol=1e-3)
     if parts == ("balance",):  # by powers of two: nothing is rounded
         np.testing.assert_array_equal(scores(changed_query, changed_key), scores(query, key))
 
@@ -58,14 +58,14 @@ def test_half_precision_keeps_what_differs_from_a_large_constant() -> None:
     """Keys as bfloat16 has them, 16 apart at 3,000: their differences stay exact, whatever the constant
     rounds to.
     """
-    front = Front(center=mx.full((K, 1, 64), 3000.3))
+    transform = KeyTransform(center=mx.full((K, 1, 64), 3000.3))
     key = to_mx(3000 + 16 * np.arange(K * 64).reshape(1, K, 1, 64) % 128, "bfloat16")
-    stored = front.keys(key)
+    stored = transform.keys(key)
     assert stored.dtype == mx.bfloat16
     changed, given = (to_numpy(x).astype(np.float64) for x in (stored, key))
     np.testing.assert_array_equal(changed - changed[0, 0, 0, 0], given - given[0, 0, 0, 0])
     assert np.abs(changed).max() < 200
-    assert mx.array_equal(front.restored(stored), key)
+    assert mx.array_equal(transform.restored(stored), key)
 
 
 def test_nothing_is_done_without_parts() -> None:
@@ -78,14 +78,14 @@ def test_beside_a_bias_split() -> None:
     """The key bias at its pairs is balanced with them; what would turn it into other channels is refused."""
     split = BiasSplit(mx.ones((K, 2, 1)), (3,), mx.ones((2, 1, 9)), mx.zeros((K, 64)))
     with pytest.raises(ValueError, match="cannot be rotated"):
-        Front("rotate", split, rotates=True)
+        KeyTransform("rotate", split, rotates=True)
     balance = np.ones((K, 1, 64), np.float32)
     balance[:, :, 3] = 4
     with pytest.raises(ValueError, match="differs within a rotary pair"):
-        Front("balance", split, balance=mx.array(balance))
+        KeyTransform("balance", split, balance=mx.array(balance))
     balance[:, :, 35] = 4
-    made = Front("balance", split, balance=mx.array(balance))
+    made = KeyTransform("balance", split, balance=mx.array(balance))
     assert made.bias_split is not None
     assert (made.bias_split.key_bias == 0.25).all().item()
     values_alone = BiasSplit(mx.ones((K, 2, 0)), (), mx.ones((2, 0, 9)), mx.zeros((K, 64)))
-    assert Front("rotate", values_alone, rotates=True).rotates
+    assert KeyTransform("rotate", values_alone, rotates=True).rotates

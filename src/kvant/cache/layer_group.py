@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -11,8 +12,8 @@ from kvant.cache.pages import PAGE_SIZE, Pages, pages_for
 from kvant.cache.prefix import PrefixIndex
 from kvant.errors import ContextError
 from kvant.operators.dispatch import resolve
-from kvant.operators.front import Front
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.key_transform import KeyTransform
 from kvant.operators.probe import KernelUse
 
 
@@ -44,7 +45,7 @@ class PoolLayer:
 
     Attributes:
         format: of its tokens.
-        front: what keys go through before they are stored, and queries before they attend.
+        transform: what keys go through before they are stored, and queries before they attend.
         use: how it calls the fused kernel, if that is used.
         backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is
             unfused.
@@ -53,35 +54,39 @@ class PoolLayer:
     """
 
     format: LayerFormat
-    front: Front
+    transform: KeyTransform
     use: KernelUse
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
+    operands: dict[str, Any] = field(init=False)  # bits and group, by the operators' names for them
+
+    def __post_init__(self) -> None:
+        self.operands = self.format.operands
 
     def allocate(self, rows: int) -> None:
         """Allocate the arrays and touch them; they never grow."""
         stored = self.format.arrays(rows).values()
         self.arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in stored)
-        mx.eval(self.arrays, self.front.arrays)
+        mx.eval(self.arrays, self.transform.arrays)
 
     def tables(self) -> dict[str, mx.array]:
         """The biases that tokens are stored without, by their names in a snapshot."""
-        split = self.front.bias_split
+        split = self.transform.bias_split
         return {} if split is None else {"key_bias": split.key_bias, "value_bias": split.value_bias}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays and of the front's."""
-        return sum(array.nbytes for array in (*self.arrays, *self.front.arrays))
+        """Bytes of the arrays and of the key transform's."""
+        return sum(array.nbytes for array in (*self.arrays, *self.transform.arrays))
 
 
-class PagedLayers:
+class LayerGroup:
     """The layers that share page tables; here those that see all tokens.
 
     A sequence is given all its pages when it is opened, as far as pages are free. The others are promised:
     until the sequence writes there, prefixes that nobody reads now stay in them. The promises to all
     sequences are never more than there are pages, so a page is always found.
-    :class:`~kvant.cache.window_layers.WindowLayers` are the layers of one window width.
+    :class:`~kvant.cache.window_layer_group.WindowLayerGroup` are the layers of one window width.
 
     Attributes:
         window: tokens that a query sees, its own included; None: all.

@@ -19,7 +19,7 @@ from kvant.operators.bias_split import BiasSplit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Front:
+class KeyTransform:
     """A layer's changes. K kv heads, H query heads, D the width of keys.
 
     Attributes:
@@ -105,7 +105,7 @@ class Front:
         return self._made.setdefault((name, dtype, H, K), made)
 
 
-PLAIN = Front()
+PLAIN = KeyTransform()
 
 
 @partial(mx.compile, shapeless=True)

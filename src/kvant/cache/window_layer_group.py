@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from kvant.cache.layer_format import SLACK
-from kvant.cache.paged_layers import PagedLayers, PageTable, PoolLayer
+from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, pages_for
 
 
-class WindowLayers(PagedLayers):
+class WindowLayerGroup(LayerGroup):
     """The layers of one window width, which share page tables.
 
     A page whose rows all left the window, and the 16 tokens before it that a sequence may go back, is given
@@ -27,7 +27,7 @@ class WindowLayers(PagedLayers):
         *,
         logs_copies: bool = False,
     ) -> None:
-        """``step_size``: new tokens of a sequence in one step, at most. The others as of PagedLayers."""
+        """``step_size``: new tokens of a sequence in one step, at most. The others as of LayerGroup."""
         super().__init__(layers, num_pages, checkpoints, logs_copies=logs_copies)
         self.window = window
         self.in_chunks = any(layer.format.kind == "chunks" for layer in layers)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from support.bridged import KINDS, LONG, WITH_STATE, bridged
 from support.checkpoints import CONFIGS, check_three_ways, reference_logits, write_reference
-from support.fronts import drawn_format
+from support.key_transforms import drawn_format
 from support.numbers import relative_error
 from support.pools import TEXT, next_logits, prefill, tiny_model
 
@@ -116,13 +116,13 @@ def test_layers_that_cannot_be_rotated_stay_as_they_were(tmp_path: Path) -> None
     """With biases of rotary pairs split off; and latents that are keys and values at once."""
     model = tiny_model(tmp_path, (None, 40))
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 16}
-    assert [own.front for own in model.make_cache(9, **options).formats] == ["", ""]
-    assert all(own.front for own in model.make_cache(9, **options, bias_split=False).formats)
-    fronts = {
-        name: {own.front[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS
+    assert [own.transform for own in model.make_cache(9, **options).formats] == ["", ""]
+    assert all(own.transform for own in model.make_cache(9, **options, bias_split=False).formats)
+    transforms = {
+        name: {own.transform[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS
     }
-    assert fronts.pop("deepseek_v32") == {""}
-    assert all("rotate" in own for own in fronts.values())
+    assert transforms.pop("deepseek_v32") == {""}
+    assert all("rotate" in own for own in transforms.values())
 
 
 @pytest.mark.parametrize("bits", [0, 84, 48])
@@ -144,7 +144,7 @@ def test_drafts_prefixes_and_snapshots(pocket: Pocket, tmp_path: Path, bits: int
     loaded.load(tmp_path / "cache")
     assert mx.array_equal(model(mx.array([[7, 9]]), cache=loaded), model(mx.array([[7, 9]]), cache=cache))
     for other in (drawn_format(model, bits, 32, seed=1), drawn_format(model, bits, 32, rotates=False)):
-        with pytest.raises(SnapshotError, match="front is"):
+        with pytest.raises(SnapshotError, match="transform is"):
             model.make_cache(300, kv_format=other).load(tmp_path / "cache")
 
 
@@ -189,7 +189,7 @@ def test_a_format_of_another_model_or_with_bits_beside_it(pocket: Pocket, tmp_pa
         with pytest.raises(ArgumentError, match="another model"):
             _wrong(other, kv_format=tuned)
     assert (
-        make_prompt_cache(model, 9, kv_format=tmp_path / "tuned.json").formats[0].front
+        make_prompt_cache(model, 9, kv_format=tmp_path / "tuned.json").formats[0].transform
         == tuned.layers[0].name
     )
     with pytest.raises(ArgumentError, match="with 4 layers; expected 2"):  # nobody knows its digest

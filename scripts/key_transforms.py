@@ -1,7 +1,7 @@
 """Outliers planted in pocket's keys, and what 4 bits cost with them: PMX's formula, kvant's, and a tuned
 format.
 
-Run: python scripts/fronts.py [tokens]    (default: 16384)
+Run: python scripts/key_transforms.py [tokens]    (default: 16384)
 
 The queries are changed with the keys, so that the model is the same without quantization, but for the last
 two plants. A format is tuned on one half of the built-in text, and all are measured on the other. Prints
@@ -78,10 +78,10 @@ def planted(
 ) -> Iterator[None]:
     """Every layer's keys with a plant, and its queries."""
     view = pool_batch.PoolLayerView
-    front = view.front
+    transform = view.transform
 
     def changed(self: Any) -> Any:
-        own = self.layer.front
+        own = self.layer.transform
 
         def query_key(both: mx.array, H: int) -> mx.array:
             at = self.batch.lengths[0] + mx.arange(both.shape[2])
@@ -91,11 +91,11 @@ def planted(
 
         return SimpleNamespace(query_key=query_key, bias_split=own.bias_split, center=own.center)
 
-    view.front = property(changed)  # type: ignore[assignment, method-assign]
+    view.transform = property(changed)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        view.front = front  # type: ignore[method-assign]
+        view.transform = transform  # type: ignore[method-assign]
 
 
 def figures(model: Any, text: Text, formats: dict[str, CacheFormat]) -> dict[str, dict[str, float]]:
@@ -125,7 +125,7 @@ def main() -> None:
                 formats[kind] = CacheFormat(kv_format=chosen)
             found[name] = own | figures(model, other, formats)
     machine = environment()
-    facts = {"command": "python scripts/fronts.py", "tokens": other.tokens, "device": machine.device}
+    facts = {"command": "python scripts/key_transforms.py", "tokens": other.tokens, "device": machine.device}
     print(json.dumps(facts | {"versions": machine.versions, "plants": found}, indent=1))
 
 
