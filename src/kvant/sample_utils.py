@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kvant.engine import processors, sampler
+from kvant.engine import filters, processors
+from kvant.engine.filters import XTC_THRESHOLD, FilterOptions
 from kvant.engine.processors import CONTEXT_SIZE, LogitsProcessor
 from kvant.engine.sampler import Sampler, SeededSampler
 from kvant.engine.sampler import greedy as greedy_sampler
-from kvant.engine.sampling import XTC_THRESHOLD, check_ranges, make_logits_processors, without_off
+from kvant.engine.sampling import check_ranges, make_logits_processors, without_off
 from kvant.errors import ArgumentError
 
 __all__ = [
@@ -74,26 +75,22 @@ def make_sampler(
     )
     if temp == 0:
         return greedy_sampler
-    special = tuple(xtc_special_tokens or ())
-    top_k = without_off("top_k", top_k)
-    return SeededSampler(
-        temp,
-        top_p,
-        min_p,
-        min_tokens_to_keep,
-        top_k,
-        xtc_probability,
-        xtc_threshold,
-        special,
-        seed,
-        follows_mlx=True,
+    options = FilterOptions(
+        temp=temp,
+        top_p=top_p or None,
+        min_p=min_p,
+        min_tokens_to_keep=min_tokens_to_keep,
+        top_k=without_off("top_k", top_k),
+        xtc_probability=xtc_probability,
+        xtc_threshold=xtc_threshold,
     )
+    return SeededSampler(temp, options.filters(xtc_special_tokens or ()), seed, follows_mlx=True)
 
 
 def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
     """Log-probabilities (..., vocab) with -inf but for the likeliest tokens that together have ``top_p``."""
     check_ranges(top_p=top_p)
-    return sampler.keep_top_p(logprobs, top_p)
+    return filters.keep_top_p(logprobs, top_p)
 
 
 def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
@@ -102,15 +99,15 @@ def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -
     """
     _check("min_p", min_p, 0 < min_p <= 1, "above 0, at most 1")
     check_ranges(min_tokens_to_keep=min_tokens_to_keep)
-    sampler.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
-    return sampler.keep_min_p(logprobs, min_p, min_tokens_to_keep)
+    filters.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
+    return filters.keep_min_p(logprobs, min_p, min_tokens_to_keep)
 
 
 def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     """Log-probabilities (..., vocab) with -inf but for the ``top_k`` likeliest tokens."""
     most = logprobs.shape[-1] - 1
     _check("top_k", top_k, type(top_k) is int and 0 < top_k <= most, f"1 to {most} with this vocabulary")
-    return sampler.keep_top_k(logprobs, top_k)
+    return filters.keep_top_k(logprobs, top_k)
 
 
 def apply_xtc(
@@ -122,9 +119,9 @@ def apply_xtc(
     The coin is of MLX's random state.
     """
     check_ranges(xtc_probability=xtc_probability, xtc_threshold=xtc_threshold)
-    sampler.check_special(xtc_special_tokens, logits.shape[-1])
+    filters.check_special(xtc_special_tokens, logits.shape[-1])
     coin = mx.random.uniform()
-    return sampler.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, coin)
+    return filters.leave_out_top_choices(logits, xtc_probability, xtc_threshold, xtc_special_tokens, coin)
 
 
 def categorical_sampling(logits: mx.array, temp: float) -> mx.array:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.counts import count
 
+from kvant.engine.filters import keep_min_p, keep_top_k, keep_top_p, leave_out_top_choices
 from kvant.engine.row_sampling import Row, check_options, sample_rows
 from kvant.engine.sampler import (
     SeededSampler,
@@ -20,10 +21,6 @@ from kvant.engine.sampler import (
     filtered,
     for_a_run,
     greedy,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    leave_out_top_choices,
 )
 from kvant.operators.exponential import logsumexp
 from kvant.sample_utils import make_logits_processors, make_sampler

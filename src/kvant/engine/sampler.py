@@ -1,10 +1,8 @@
-"""Samplers: what is left of the probabilities, and the token that the key of a request and a position draws.
+"""Samplers: filters, a temperature, and the token that the key of a request and a position draws.
 
-The tokens left are those mlx-lm leaves, at ties too. Nothing is compiled: on a CPU that would start a C++
-compiler. What is left of a row depends on it alone.
+Nothing is compiled: on a CPU that would start a C++ compiler.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,25 +11,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.errors import ArgumentError
+from kvant.engine.filters import Filter
 
 
 @dataclass(frozen=True, slots=True)
 class SeededSampler:
     """Draws tokens from filtered probabilities. The draw at a position depends on (seed, position) alone.
 
-    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed. The other
-    fields are those of :class:`kvant.engine.sampling.SamplingOptions`.
+    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed.
     """
 
     temp: float
-    top_p: float
-    min_p: float
-    min_tokens_to_keep: int
-    top_k: int
-    xtc_probability: float
-    xtc_threshold: float
-    xtc_special_tokens: tuple[int, ...]
+    filters: tuple[Filter, ...]  # applied in this order
     seed: int | None  # None: every run draws one
     # where a run without a seed takes one: MLX's random state, or the operating system
     follows_mlx: bool = False
@@ -51,37 +42,22 @@ class SeededSampler:
         self.check(logprobs.shape[-1])
         samplers = [self] * logprobs.shape[0]
         if self.seed is None and self.follows_mlx:
-            coin = mx.random.uniform() if self.xtc_probability else mx.array(0.0)
+            has_coin = any(each.has_coin for each in self.filters)
+            coin = mx.random.uniform() if has_coin else mx.array(0.0)
             return mx.random.categorical(filtered(logprobs, samplers, coin))
         keys = draw_keys([for_a_run(self)] * len(samplers), [next(self._draws) for _ in samplers])
         return draw_seeded(logprobs, samplers, keys)
 
-    @property
-    def filters(self) -> tuple[Any, ...]:
-        """The options that say which tokens are left."""
-        xtc = self.xtc_probability, self.xtc_threshold, self.xtc_special_tokens
-        return self.top_p, self.min_p, self.min_tokens_to_keep, self.top_k, xtc
-
     def left(self, logprobs: mx.array, coins: mx.array) -> mx.array:
-        """The log-probabilities (B, vocab), with -inf for tokens that are left out."""
-        if 0 < self.top_p < 1:
-            logprobs = keep_top_p(logprobs, self.top_p)
-        if self.min_p:
-            logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
-        if self.xtc_probability:
-            probability, threshold, special = (
-                self.xtc_probability,
-                self.xtc_threshold,
-                self.xtc_special_tokens,
-            )
-            logprobs = leave_out_top_choices(logprobs, probability, threshold, special, coins)
-        return keep_top_k(logprobs, self.top_k) if self.top_k else logprobs
+        """Return the log-probabilities (B, vocab), with -inf for tokens that are left out."""
+        for each in self.filters:
+            logprobs = each(logprobs, coins)
+        return logprobs
 
     def check(self, vocab_size: int) -> None:
         """Refuse an option that a vocabulary is too small for."""
-        check_at_most("top_k", self.top_k, vocab_size - 1)
-        check_at_most("min_tokens_to_keep", self.min_tokens_to_keep if self.min_p else 0, vocab_size)
-        check_special(self.xtc_special_tokens if self.xtc_probability else (), vocab_size)
+        for each in self.filters:
+            each.check(vocab_size)
 
 
 # Log-probabilities (B, vocab) -> tokens (B,).
@@ -174,79 +150,6 @@ def pick(logits: mx.array, numbers: mx.array) -> mx.array:
     probs = mx.softmax(logits.astype(mx.float32), axis=-1)
     reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)
     return mx.argmax(reached > numbers * reached.max(axis=-1, keepdims=True), axis=-1)
-
-
-def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """The likeliest tokens that together have the probability ``top_p`` (Holtzman et al. 2019,
-    arXiv:1904.09751).
-
-    A token that is as likely as the last one kept is kept too.
-    """
-    able = logprobs
-    if mx.default_device().type != mx.gpu:
-        # Tokens whose probability is lost when it is added to the likeliest one's change no sum: none is
-        # kept, and a CPU sorts many equal numbers fast. Of 151,936 logits most are such. A GPU adds parts
-        # that are summed before.
-        likeliest = logprobs.max(axis=-1, keepdims=True).astype(mx.float32)
-        # less than half of float32's last place, with a margin for rounding
-        lost = likeliest + math.log(2**-25) - 0.1
-        able = mx.where(logprobs < lost, -math.inf, logprobs)
-    descending = mx.sort(able, axis=-1)[..., ::-1]
-    probs = mx.exp(descending.astype(mx.float32))
-    likelier = mx.cumsum(probs, axis=-1, inclusive=False)  # probability of all tokens before each one
-    total = likelier[..., -1:] + probs[..., -1:]
-    kept = (likelier < top_p * total).sum(axis=-1, keepdims=True)
-    # None is kept where top_p is too small for float32: the likeliest one is kept then.
-    least = mx.take_along_axis(descending, mx.maximum(kept, 1) - 1, axis=-1)
-    return mx.where(logprobs < least, -math.inf, logprobs)
-
-
-def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
-    """Tokens with at least ``min_p`` times the likeliest one's probability (Nguyen et al. 2024,
-    arXiv:2407.01082).
-    """
-    unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
-    if min_tokens_to_keep > 1:
-        order = mx.argpartition(logprobs, kth=-min_tokens_to_keep, axis=-1)
-        unlikely = mx.put_along_axis(unlikely, order[..., -min_tokens_to_keep:], mx.array(False), axis=-1)
-    return mx.where(unlikely, -math.inf, logprobs)
-
-
-def leave_out_top_choices(
-    logprobs: mx.array, probability: float, threshold: float, special_tokens: Sequence[int], coin: mx.array
-) -> mx.array:
-    """XTC: with a probability, every token above the threshold but the least likely of them is left out.
-
-    By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335. Special tokens are never left out.
-    XTC applies where the coin, from 0 to 1, one for all rows or (B, 1), is at most the probability.
-    """
-    probs = mx.softmax(logprobs, axis=-1)
-    least = mx.where(probs > threshold, probs, math.inf).min(axis=-1, keepdims=True)
-    left_out = probs > least
-    if special_tokens:
-        left_out[..., mx.array(list(special_tokens))] = False
-    return mx.where((coin <= probability) & left_out, -math.inf, logprobs)
-
-
-def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    """The ``top_k`` likeliest tokens, of equally likely ones any (Fan et al. 2018, arXiv:1805.04833)."""
-    order = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)
-    return mx.put_along_axis(logprobs, order[..., top_k:], mx.array(-math.inf, logprobs.dtype), axis=-1)
-
-
-def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:
-    """Refuse a token that the vocabulary does not have."""
-    for token in special_tokens:
-        if not 0 <= token < vocab_size:
-            raise ArgumentError(
-                "xtc_special_tokens", f"has token {token}; the model knows 0 to {vocab_size - 1}"
-            )
-
-
-def check_at_most(name: str, count: int, most: int) -> None:
-    """Refuse a count that the vocabulary is too small for."""
-    if count > most:
-        raise ArgumentError(name, f"is {count}; expected at most {most} with this vocabulary")
 
 
 def rows_of(array: mx.array, rows: Sequence[int]) -> mx.array:

@@ -1,10 +1,12 @@
 """What a request can ask of sampling: mlx-lm's options and distributions, and a seed of its own."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from kvant.engine.filters import FilterOptions
+from kvant.engine.option_ranges import COUNT, DIVISOR, FINITE, MAX_LOGIT, MIN_TEMP, SEED, option
 from kvant.engine.processors import (
     CONTEXT_SIZE,
     Bias,
@@ -20,95 +22,32 @@ from kvant.fields import shown
 from kvant.files import read_optional
 from kvant.text.tokenizer import Tokenizer
 
-XTC_THRESHOLD = 0.1  # mlx-lm's default
-MIN_TEMP = 1e-3  # logits divided by less leave float32
-# A penalty is subtracted for each occurrence of a token; a whole context of them stays within float32.
-MAX_LOGIT = 1e20
 FILE = "generation_config.json"
-
-Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
-
-TEMP: Range = (
-    f"0, or from 0.001 on, at most {MAX_LOGIT:g}",
-    lambda value: value == 0 or MIN_TEMP <= value <= MAX_LOGIT,
-)
-SHARE: Range = ("above 0, at most 1", lambda value: 0 < value <= 1)
-FRACTION: Range = ("from 0 to 1", lambda value: 0 <= value <= 1)
-COUNT: Range = ("at least 1", lambda value: value >= 1)
-FINITE: Range = (
-    f"a finite number from {-MAX_LOGIT:g} to {MAX_LOGIT:g}",
-    lambda value: -MAX_LOGIT <= value <= MAX_LOGIT,
-)
-NUMBER: Range = ("0 or -1 (off), or more", lambda value: value >= -1)
-DIVISOR: Range = ("0 (off), or from 0.001 to 1000", lambda value: value == 0 or 0.001 <= value <= 1000)
-HALF: Range = ("from 0 to 0.5", lambda value: 0 <= value <= 0.5)
-SEED: Range = (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64)
 RECENT = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}."
 
 
-def _option(values: Range, text: str, needs: str = "", *, default: Any = None) -> Any:
-    """A field of SamplingOptions: its range, help and default; ``needs``: an option without which it has
-    no effect.
-    """
-    return field(
-        default=default, metadata={"expected": values[0], "holds": values[1], "help": text, "needs": needs}
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class SamplingOptions:
+class SamplingOptions(FilterOptions):
     """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
 
     None is an option that was not given: :meth:`filled` says what holds then. Values are checked here, once:
     one outside its range is refused, and so is an option that would have no effect.
     """
 
-    temp: float | None = _option(
-        TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
-    )
-    top_p: float | None = _option(
-        SHARE,
-        "Sample from the likeliest tokens that together have this probability; default: the model's, else 1.",
-        "temp",
-    )
-    min_p: float | None = _option(
-        FRACTION,
-        "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.",
-        "temp",
-    )
-    min_tokens_to_keep: int = _option(
-        COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p", default=1
-    )
-    top_k: int | None = _option(
-        NUMBER,
-        "Sample from this many of the likeliest tokens; 0 or -1: all; default: the model's, else 0.",
-        "temp",
-    )
-    xtc_probability: float = _option(
-        FRACTION,
-        "How often to drop all likely tokens but the least likely of them; 0: never.",
-        "temp",
-        default=0.0,
-    )
-    xtc_threshold: float | None = _option(
-        HALF,
-        f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
-        "xtc_probability",
-    )
-    repetition_penalty: float | None = _option(
+    repetition_penalty: float | None = option(
         DIVISOR, "Divide the logits of recent tokens by this; 1 or 0: off; default: the model's, else 1."
     )
-    repetition_context_size: int | None = _option(COUNT, RECENT, "repetition_penalty")
-    presence_penalty: float = _option(
+    repetition_context_size: int | None = option(COUNT, RECENT, "repetition_penalty")
+    presence_penalty: float = option(
         FINITE, "Subtract this from the logits of recent tokens; 0: off.", default=0.0
     )
-    presence_context_size: int | None = _option(COUNT, RECENT, "presence_penalty")
-    frequency_penalty: float = _option(
+    presence_context_size: int | None = option(COUNT, RECENT, "presence_penalty")
+    frequency_penalty: float = option(
         FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off.", default=0.0
     )
-    frequency_context_size: int | None = _option(COUNT, RECENT, "frequency_penalty")
+    frequency_context_size: int | None = option(COUNT, RECENT, "frequency_penalty")
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> number added to its logit
-    seed: int | None = _option(SEED, "Seed of the random numbers; without one every run differs.", "temp")
+    seed: int | None = option(SEED, "Seed of the random numbers; without one every run differs.", "temp")
 
     def __post_init__(self) -> None:
         check_bias(self.logit_bias)
@@ -121,8 +60,8 @@ class SamplingOptions:
 
     def check_effects(self) -> None:
         """Refuse an option that has no effect with the others; what was not given may still come."""
-        for name, option in OPTIONS.items():
-            needs = option.metadata["needs"]
+        for name, described in OPTIONS.items():
+            needs = described.metadata["needs"]
             if not needs or not self.changes(name) or getattr(self, needs) is None or self.changes(needs):
                 continue
             value = getattr(self, name)
@@ -177,20 +116,8 @@ class Sampling(SamplingOptions):
         """
         sampler: Sampler = greedy
         if self.temp:
-            threshold = XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold
-            special = tuple(token for token in special_tokens if 0 <= token < vocab_size)
-            sampler = SeededSampler(
-                self.temp,
-                self.top_p,
-                self.min_p,
-                self.min_tokens_to_keep,
-                self.top_k,
-                self.xtc_probability,
-                threshold,
-                special,
-                self.seed,
-                vocab_size=vocab_size,
-            )
+            special = [token for token in special_tokens if 0 <= token < vocab_size]
+            sampler = SeededSampler(self.temp, self.filters(special), self.seed, vocab_size=vocab_size)
         made = changing(
             Bias(tuple(self.logit_bias), tuple(self.logit_bias.values()), vocab_size),
             Repetition(self.repetition_penalty, self.repetition_context_size or CONTEXT_SIZE),

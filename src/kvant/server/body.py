@@ -9,7 +9,8 @@ import msgspec
 from msgspec import inspect
 
 from kvant.engine.drafts import ServedSource
-from kvant.engine.sampling import MIN_TEMP, NEEDS_TEMP, SamplingOptions
+from kvant.engine.option_ranges import MIN_TEMP
+from kvant.engine.sampling import NEEDS_TEMP, SamplingOptions
 from kvant.errors import ArgumentError
 from kvant.server.errors import ApiError
 from kvant.server.left_out import LeftOut, kinds, known
