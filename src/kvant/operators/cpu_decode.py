@@ -14,29 +14,30 @@ takes 0.1 s, so import this module only when it is needed.
 """
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from kvant import blas
 from kvant.operators.bias_split import BiasSplit, bias_weights
+from kvant.operators.cpu_stored import (
+    FLOAT_BYTES,
+    Floats,
+    Stored,
+    address,
+    join_blocks,
+    stored_keys_and_values,
+)
 from kvant.operators.paged_rows import Run, cut_runs
 from kvant.operators.streams import cpu_cores, run_in_threads
 
 BLOCK_TOKENS = 4096  # 1 MiB of float32 for a width of 64; blocks of 1,024 took 1.3 to 1.4 times as long
 GEMM_ROWS = 4  # sgemm beats one sgemv per row from one row less on, and is fastest with multiples of it
 PARALLEL_TOKENS = 8192  # times kv heads: from this many on, every core takes blocks (measured)
-FLOAT_BYTES = 4
 
-Floats = npt.NDArray[np.float32]
 Seen = tuple[int, int]  # positions: the first token a query sees, and one past the last
-
-_local = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,54 +53,6 @@ class _Tokens:
         """Return the position past the last row."""
         _, end = self.seen[-1]
         return end
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Keys or values as the cache stores them: (K, rows, bytes or floats), scales (K, rows, G) or None."""
-
-    numbers: npt.NDArray[Any]
-    scales: npt.NDArray[Any] | None
-    bits: int
-
-    @property
-    def width(self) -> int:
-        """Return the numbers per token."""
-        stored = int(self.numbers.shape[-1])
-        return stored * 2 if self.bits == 4 else stored
-
-    @property
-    def groups(self) -> int:
-        """Return G, the scales per token; 1 without quantization."""
-        return 1 if self.scales is None else int(self.scales.shape[-1])
-
-    def floats(self, head: int, runs: Sequence[Run]) -> Floats:
-        """Return rows of a kv head as unscaled float32 (tokens, width). The thread's next call overwrites
-        them.
-        """
-        numbers = _join_rows(self.numbers[head], runs)
-        if self.bits == 4:
-            words = numbers.astype(np.uint16)  # the same unpacking as operators.quantization
-            words |= words << 4
-            words &= 0x0F0F
-            words ^= 0x0808
-            numbers = words.view(np.int8)
-            numbers -= 8
-        elif self.bits == 8:
-            numbers = numbers.view(np.int8)
-        elif numbers.dtype == np.float32:
-            return numbers
-        elif numbers.dtype == np.uint16:  # bfloat16 is the upper half of a float32
-            return (numbers.astype(np.uint32) << 16).view(np.float32)
-        floats = _buffer(numbers.shape)
-        np.copyto(floats, numbers)
-        return floats
-
-    def scales_of(self, head: int, runs: Sequence[Run]) -> Floats | None:
-        """Return the scales of rows of a kv head: (G, tokens)."""
-        if self.scales is None:
-            return None
-        return _join_rows(self.scales[head], runs).T.astype(np.float32, order="C")
 
 
 def attend_long(
@@ -134,39 +87,16 @@ def attend_long(
     terms = []
     if bias_split is not None and bias_split.pairs:
         terms = _bias_terms(query, bias_split, seen)
-    readable = [mx.view(array, mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
     bias = mx.zeros((1, 1, 1)) if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     sink = mx.array([]) if sinks is None else sinks.astype(mx.float32).reshape(K, H // K, 1)
-    mx.eval(queries, terms, readable, bias, sink)  # NumPy reads their memory below
-    keys, values = _keys_and_values([np.asarray(array) for array in readable], D, quant_bit, value_bit)
+    mx.eval(queries, terms, bias, sink, list(arrays))  # NumPy reads their memory below
+    keys, values = stored_keys_and_values(arrays, D, quant_bit, value_bit)
     tokens = _Tokens(runs, first, seen)
     parts = _attend_blocks(np.asarray(queries), keys, values, tokens, [np.asarray(term) for term in terms])
     of_sinks = None if sinks is None else np.asarray(sink)
-    outputs = [_join_blocks(own, np.asarray(bias), of_sinks) for own in parts]
+    outputs = [join_blocks(own, np.asarray(bias), of_sinks) for own in parts]
     # S arrays (K, H/K, Dv) -> (K, H/K, S, Dv) -> (1, H, S, Dv)
     return mx.array(np.stack(outputs, axis=2).reshape(1, H, S, -1)).astype(query.dtype)
-
-
-def _keys_and_values(
-    arrays: Sequence[npt.NDArray[Any]], key_dim: int, quant_bit: int, value_bit: int
-) -> tuple[_Stored, _Stored]:
-    """Split a layer's arrays, (2, K, ...) or with a key and a value in each row."""
-    numbers = arrays[0]
-    scales = arrays[1] if quant_bit else None
-    if numbers.shape[0] == 2:
-        key_scales, value_scales = (None, None) if scales is None else scales
-        return _Stored(numbers[0], key_scales, quant_bit), _Stored(numbers[1], value_scales, quant_bit)
-    split = key_dim * quant_bit // 8 if quant_bit else key_dim
-    keys = numbers[0, ..., :split]
-    values = numbers[0, ..., split:]
-    if scales is None:
-        return _Stored(keys, None, 0), _Stored(values, None, 0)
-    value_bits = value_bit or quant_bit
-    value_dim = values.shape[-1] * 8 // value_bits
-    groups = scales.shape[-1] * key_dim // (key_dim + value_dim)
-    return _Stored(keys, scales[0, ..., :groups], quant_bit), _Stored(
-        values, scales[0, ..., groups:], value_bits
-    )
 
 
 def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list[mx.array]:
@@ -177,13 +107,9 @@ def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list
 
 
 def _attend_blocks(
-    queries: Floats, keys: _Stored, values: _Stored, tokens: _Tokens, terms: Sequence[Floats]
+    queries: Floats, keys: Stored, values: Stored, tokens: _Tokens, terms: Sequence[Floats]
 ) -> list[Floats]:
-    """Attend block by block. Returns (blocks, K, H/K, Dv + 2) for each query, as :func:`_join_blocks` takes
-    them.
-
-    The last axis holds the weighted sum of values, the sum of the weights, and the largest score.
-    """
+    """Attend block by block. Returns (blocks, K, H/K, Dv + 2) for each query, as ``join_blocks`` takes it."""
     S, K, N, _ = queries.shape
     blocks = range(tokens.first // BLOCK_TOKENS, -(-tokens.end // BLOCK_TOKENS))
     parts = np.empty((len(blocks), S, K, N, values.width + 2), np.float32)
@@ -195,7 +121,7 @@ def _attend_blocks(
         rows = cut_runs(tokens.runs, start - tokens.first, stop - tokens.first)
         seen = [(query, max(start, begin), min(stop, end)) for query, (begin, end) in enumerate(tokens.seen)]
         seen = [(query, begin, end) for query, begin, end in seen if begin < end]
-        floats = keys.floats(head, rows)
+        floats = keys.unscaled(head, rows)
         scales = keys.scales_of(head, rows)
         weights = []
         for query, begin, end in seen:
@@ -214,7 +140,7 @@ def _attend_blocks(
             np.exp(scores, out=scores)
             scores.sum(axis=-1, keepdims=True, out=part[:, -2:-1])
             weights.append(scores)
-        floats = values.floats(head, rows)
+        floats = values.unscaled(head, rows)
         scales = values.scales_of(head, rows)
         for (query, begin, end), own in zip(seen, weights, strict=True):
             visible = slice(begin - start, end - start)
@@ -259,8 +185,8 @@ def _group_products(matrix: Floats, vectors: Floats, *, transposed: bool) -> Flo
     if rows > N:
         vectors = np.concatenate([vectors, np.zeros((rows - N, groups, length), np.float32)])
     outputs = np.empty((rows, groups, size), np.float32)
-    # ``array.ctypes`` and slices of arrays would take longer than the arithmetic on addresses
-    matrix_at, vectors_at, outputs_at = (x.__array_interface__["data"][0] for x in (matrix, vectors, outputs))
+    # slices of arrays would take longer than the arithmetic on addresses
+    matrix_at, vectors_at, outputs_at = (address(array) for array in (matrix, vectors, outputs))
     matrix_row = matrix.strides[0] // FLOAT_BYTES
     for group in range(groups):
         own_matrix = matrix_at + FLOAT_BYTES * width * group
@@ -300,36 +226,3 @@ def _group_products(matrix: Floats, vectors: Floats, *, transposed: bool) -> Flo
                 1,
             )
     return outputs[:N]
-
-
-def _join_blocks(parts: Floats, bias: Floats, sinks: Floats | None) -> Floats:
-    """Combine the blocks (blocks, K, H/K, Dv + 2) of a query into (K, H/K, Dv).
-
-    ``bias`` is the values' (K, 1, Dv). Source: FlashAttention (arXiv 2205.14135).
-    """
-    largest = parts[..., -1:].max(axis=0)
-    if sinks is not None:
-        largest = np.maximum(largest, sinks)
-    sums = (parts[..., :-1] * np.exp(parts[..., -1:] - largest)).sum(axis=0)
-    total: Floats = sums[..., -1:]
-    values: Floats = sums[..., :-1] + bias * total
-    if sinks is not None:
-        total = total + np.exp(sinks - largest)
-    return values / total
-
-
-def _join_rows(rows: npt.NDArray[Any], runs: Sequence[Run]) -> npt.NDArray[Any]:
-    if len(runs) == 1:
-        start, stop = runs[0]
-        return rows[start:stop]
-    return np.concatenate([rows[start:stop] for start, stop in runs])
-
-
-def _buffer(shape: tuple[int, ...]) -> Floats:
-    """Return this thread's scratch memory. Allocating it anew would cost more than filling it."""
-    size = math.prod(shape)
-    scratch: Floats | None = getattr(_local, "scratch", None)
-    if scratch is None or scratch.size < size:
-        scratch = np.empty(size, np.float32)
-        _local.scratch = scratch
-    return scratch[:size].reshape(shape)
