@@ -22,7 +22,7 @@ from kvant.cache import ModelCache
 from kvant.cache.layer_format import LayerFormat, stored_dtype
 from kvant.cache.pool import Pool, PoolSequence, single_sizes
 from kvant.errors import ContextError
-from kvant.operators import cpu_decode, cpu_paged_attention, paged_rows
+from kvant.operators import cpu_decode, cpu_paged_attention, cpu_prefill, paged_rows
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.key_transform import KeyTransform
 from kvant.operators.rotary import Rotary
@@ -86,6 +86,7 @@ class _Machine(RuleBasedStateMachine):
         read_bytes=st.sampled_from([paged_rows.READ_BYTES, 1, 32 << 10]),
         long_tokens=st.sampled_from([cpu_paged_attention.LONG_TOKENS, 1, 50]),
         block_tokens=st.sampled_from([cpu_decode.BLOCK_TOKENS, 64]),
+        tiled_scores=st.sampled_from([cpu_paged_attention.TILED_SCORES, 1]),
     )
     def make(
         self,
@@ -101,9 +102,11 @@ class _Machine(RuleBasedStateMachine):
         read_bytes: int,
         long_tokens: int,
         block_tokens: int,
+        tiled_scores: int,
     ) -> None:
         paged_rows.READ_BYTES = read_bytes
         cpu_paged_attention.LONG_TOKENS, cpu_decode.BLOCK_TOKENS = long_tokens, block_tokens
+        cpu_paged_attention.TILED_SCORES, cpu_prefill.BLOCK_TOKENS = tiled_scores, block_tokens
         self.rng = np.random.default_rng(seed)
         self.step_size = step
         D = self.head_dim
@@ -449,7 +452,9 @@ def _sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they were, when a test has ended."""
     monkeypatch.setattr(paged_rows, "READ_BYTES", paged_rows.READ_BYTES)
     monkeypatch.setattr(cpu_paged_attention, "LONG_TOKENS", cpu_paged_attention.LONG_TOKENS)
-    monkeypatch.setattr(cpu_decode, "BLOCK_TOKENS", cpu_decode.BLOCK_TOKENS)
+    monkeypatch.setattr(cpu_paged_attention, "TILED_SCORES", cpu_paged_attention.TILED_SCORES)
+    for module in (cpu_decode, cpu_prefill):
+        monkeypatch.setattr(module, "BLOCK_TOKENS", module.BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("examples", [8, count(20, 2000)])

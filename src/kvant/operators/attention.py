@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import mlx.core as mx
 
@@ -24,7 +23,6 @@ def attend_tokens(
     mask: mx.array | None = None,
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
-    is_part: bool = False,
 ) -> mx.array:
     """Attention of S queries over T tokens. The last query belongs to the last token. Unchecked.
 
@@ -39,11 +37,9 @@ def attend_tokens(
         mask: broadcastable to (B, H, S, T). A boolean mask keeps True; another is added to the scores.
         bias_split: the biases that keys and values lack. Token j is at column j of its rotation.
         sinks: (H,) a learned score of each head that takes its share of the softmax and adds nothing.
-        is_part: more than a few queries on a CPU see some of their tokens. Values are whole.
 
     Returns:
-        (B, H, S, D) in the query's dtype; of a part (B, H, S, D + 2) in float32, for
-        :func:`kvant.operators.cpu_attention.join_parts`.
+        (B, H, S, D) in the query's dtype.
 
     Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409; learned sinks from
     gpt-oss.
@@ -84,7 +80,7 @@ def attend_tokens(
         block = queries_at_once(B, H, S, T)
     elif scores or terms is not None:
         block = queries_at_once(B, H, S, T, GPU_BLOCK_SCORES)
-    attend = partial(attend_block, is_part=is_part) if on_cpu else mx.fast.scaled_dot_product_attention
+    attend = attend_block if on_cpu else mx.fast.scaled_dot_product_attention
 
     def attend_some(own: mx.array, first: int, keys: int) -> mx.array:
         own_mask: mx.array | str | None = "causal" if causal else None
@@ -97,12 +93,11 @@ def attend_tokens(
         output = attend(
             own, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=own_mask, sinks=sinks
         )
-        if bias_split is not None and sinks is None and not is_part:
+        if bias_split is not None and sinks is None:
             output = output + value_bias_of(bias_split, H)
         return output if alive is None else mx.where(alive, output, 0.0)
 
-    output = in_blocks(attend_some, query, T, block=block, causal=causal)
-    return output if is_part else output.astype(dtype)
+    return in_blocks(attend_some, query, T, block=block, causal=causal).astype(dtype)
 
 
 def attend_each(

@@ -71,15 +71,18 @@ def bias_weights(query: mx.array, split: BiasSplit) -> mx.array:
 
 def rotated_bias(split: BiasSplit, head_dim: int, tokens: int) -> mx.array:
     """R_j b of every position: (K, tokens, D) float32, zero outside the pairs."""
+    table = split.rotation[..., :tokens].reshape(2 * len(split.pairs), tokens)
+    return table.T @ bias_rows(split, head_dim)
+
+
+def bias_rows(split: BiasSplit, head_dim: int) -> mx.array:
+    """Return the factors of a position's cosines and sines in :func:`rotated_bias`: (K, 2P, D) float32."""
     P = len(split.pairs)
     half = head_dim // 2
     place = mx.zeros((P, half), mx.float32)
     place[mx.arange(P), mx.array(split.pairs)] = 1.0  # pair number -> its element in a half
     b1, b2 = (split.key_bias[:, i, :, None] * place for i in (0, 1))  # (K, P, D/2)
-    # (K, 2P, D): the factors of the pairs' cosines and sines
-    weights = mx.concatenate([mx.concatenate([b1, b2], axis=-1), mx.concatenate([-b2, b1], axis=-1)], axis=1)
-    table = split.rotation[..., :tokens].reshape(2 * P, tokens)
-    return table.T @ weights
+    return mx.concatenate([mx.concatenate([b1, b2], axis=-1), mx.concatenate([-b2, b1], axis=-1)], axis=1)
 
 
 def value_bias_of(bias_split: BiasSplit, num_heads: int) -> mx.array:

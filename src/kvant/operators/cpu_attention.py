@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit, bias_weights
-from kvant.operators.exponential import exponentials, softmax_parts
+from kvant.operators.exponential import softmax_parts
 from kvant.operators.masks import mask_by_kv_head
 from kvant.operators.score_blocks import in_blocks
 
@@ -29,13 +29,8 @@ def attend_block(
     scale: float,
     mask: mx.array | str | None,
     sinks: mx.array | None,
-    is_part: bool = False,
 ) -> mx.array:
-    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` takes most of its time on a CPU; masks are
-    added.
-
-    ``is_part``: these are some of the tokens; returns (B, H, S, Dv + 2) for :func:`join_parts`.
-    """
+    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` is slow on a CPU. Masks are added."""
     (B, H, S, D), (K, T) = query.shape, key.shape[1:3]
     scores = (query * scale).reshape(B, K, -1, D) @ key.swapaxes(-1, -2)  # (B, K, H/K * S, T)
     if mask is not None:
@@ -46,39 +41,7 @@ def attend_block(
             each = mx.where(mx.arange(T) <= mx.arange(T - S, T)[:, None], each, -math.inf)
         scores = each.reshape(scores.shape)
     column = None if sinks is None else mx.repeat(sinks, S).reshape(1, K, -1, 1)
-    output = _part(scores, value) if is_part else _weighted(scores, value, column)
-    return output.reshape(B, H, S, -1)
-
-
-def _part(scores: mx.array, value: mx.array) -> mx.array:
-    """(B, K, N, Dv + 2): values (B, K, T, Dv) times e^(score - largest), the sum of those weights, and the
-    largest.
-    """
-    largest = scores.max(axis=-1, keepdims=True)
-    weights = exponentials(scores - largest)
-    return mx.concatenate([weights @ value, weights @ mx.ones((scores.shape[-1], 1)), largest], axis=-1)
-
-
-def one_part(parts: Sequence[mx.array]) -> mx.array:
-    """Parts (B, H, S, Dv + 2) as one. Source: FlashAttention (arXiv 2205.14135), the same sums in another
-    order.
-    """
-    joined = mx.stack(list(parts))
-    largest = joined[..., -1:].max(axis=0)
-    sums = joined[..., :-1] * mx.exp(joined[..., -1:] - largest)
-    return mx.concatenate([sums.sum(axis=0), largest], axis=-1)
-
-
-def join_parts(parts: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
-    """Attention (B, H, S, Dv) to all tokens, from its parts (B, H, S, Dv + 2); sinks (H,) are one part
-    more.
-    """
-    if sinks is not None:
-        sink = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (*parts[0].shape[:-1], 1))
-        nothing = mx.zeros((*sink.shape[:-1], parts[0].shape[-1] - 2))
-        parts = [*parts, mx.concatenate([nothing, mx.ones(sink.shape), sink], axis=-1)]
-    joined = one_part(parts)
-    return joined[..., :-2] / joined[..., -2:-1]
+    return _weighted(scores, value, column).reshape(B, H, S, -1)
 
 
 def _weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:

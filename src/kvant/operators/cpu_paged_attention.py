@@ -9,23 +9,24 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.attention import attend_each, attend_tokens
-from kvant.operators.bias_split import BiasSplit, value_bias_of
-from kvant.operators.cpu_attention import attend_singly, join_parts, one_part, queries_at_once
+from kvant.operators.attention import attend_each
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cpu_attention import attend_singly, queries_at_once
 from kvant.operators.paged_rows import (
     PagedRows,
-    Run,
     cut_runs,
     float_bytes,
-    read_rows,
     read_sequences,
     shares,
+    stored_rows,
     tokens_at_once,
 )
-from kvant.operators.streams import FEW_ROWS, cpu_streams
+from kvant.operators.streams import FEW_ROWS
 
 # attend_long is faster for queries that see at least this many tokens (measured on 2 cores)
 LONG_TOKENS = 2048
+# attend_tiles is faster for more than a few queries from this many scores on (measured on 2 cores)
+TILED_SCORES = 1 << 20
 
 
 def attend_rows_on_cpu(
@@ -41,27 +42,26 @@ def attend_rows_on_cpu(
     sinks: mx.array | None,
 ) -> mx.array:
     """Compute :func:`kvant.operators.paged_attention.attend_rows` for the sequences, without padding."""
-    S, D = query.shape[2:]
+    _, H, S, D = query.shape
     few = S <= FEW_ROWS
     bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
     options: dict[str, Any] = bits | {"bias_split": bias_split, "sinks": sinks}
     counts = rows.counts
     size = tokens_at_once(float_bytes(arrays[0], D, quant_bit, value_bit), S, quant_bit)
+    long = LONG_TOKENS if few else min(-(-TILED_SCORES // (H * S)), size + 1)
     outputs: list[mx.array] = []
-    for share in shares(counts, size, unbatched=LONG_TOKENS if few else None):
+    for share in shares(counts, size, long):
         count = counts[share.start]
         own = rows.only(share)
         if few and mask is None and not waiting and min(count, rows.window or count) >= LONG_TOKENS:
             outputs.append(_attend_few_to_many(query[share], arrays, own, **options))
             continue
+        if not few and mask is None and count + (S if waiting else 0) >= long:
+            outputs.append(_attend_many(query[share], arrays, own, waiting, **options))
+            continue
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        if not few and mask is None and rows.window is None and count > size:
-            outputs.append(_attend_in_parts(query[share], readable, own.runs[0], size, **options))
-        else:
-            outputs.append(
-                _attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting)
-            )
+        outputs.append(_attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
@@ -82,6 +82,20 @@ def _attend_few_to_many(
     before = replace(rows, runs=[cut_runs(runs, 0, count - S + fewer)])
     short = attend_rows_on_cpu(query[:, :, :fewer], arrays, before, **options, mask=None, waiting=())
     return mx.concatenate([short, output], axis=2)
+
+
+def _attend_many(
+    query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, waiting: Sequence[mx.array], **options: Any
+) -> mx.array:
+    """Attend more than a few queries of one sequence, tile by tile."""
+    from kvant.operators.cpu_prefill import attend_tiles  # it imports NumPy, which short texts do without
+
+    (runs,) = rows.runs
+    if waiting:
+        both = zip(arrays, waiting, strict=True)
+        arrays = [mx.concatenate([stored_rows(array, runs), new], axis=2) for array, new in both]
+        runs = [(0, arrays[0].shape[2])]
+    return attend_tiles(query, arrays, runs, rows.first[0], rows.window, **options)
 
 
 def _attend_together(
@@ -147,48 +161,3 @@ def _attend_few_of_each(
     singles = query.swapaxes(1, 2).reshape(B * S, 1, H, D).astype(mx.float32)
     output = attend_singly(singles, tokens, bias_split=bias_split, first=places, sinks=sinks)
     return output.reshape(B, S, H, -1).swapaxes(1, 2).astype(query.dtype)
-
-
-def _attend_in_parts(
-    query: mx.array,
-    arrays: Sequence[mx.array],
-    runs: Sequence[Run],
-    size: int,
-    *,
-    quant_bit: int,
-    value_bit: int,
-    bias_split: BiasSplit | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attend many queries of one sequence to ``size`` tokens at a time, on all cores in turn.
-
-    The last part includes all of the queries' own tokens. Returns (1, H, S, Dv).
-    """
-    _, H, S, D = query.shape
-    T = sum(end - first for first, end in runs)
-    streams = cpu_streams()
-    parts: list[mx.array] = []
-    for number, start in enumerate(range(0, T - S + 1, size)):
-        end = T if start + size > T - S else start + size
-        before = parts[-len(streams)] if len(parts) >= len(streams) else query
-        split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., start:])
-        with mx.stream(streams[number % len(streams)]):
-            readable = mx.depends(arrays, [before])
-            key, value = read_rows(
-                readable,
-                cut_runs(runs, start, end),
-                quant_bit=quant_bit,
-                value_bit=value_bit,
-                key_dim=D,
-                dtype=mx.float32,
-                copy=quant_bit > 0,
-            )
-            if bias_split is not None and sinks is not None:
-                value = value + bias_split.value_bias[:, None]
-            parts.append(attend_tokens(query, key, value, is_causal=end == T, bias_split=split, is_part=True))
-        if len(parts) > 2 * len(streams):  # they are large
-            parts[:2] = [one_part(parts[:2])]
-    output = join_parts(parts, sinks)
-    if bias_split is not None and sinks is None:
-        output = output + value_bias_of(bias_split, H)
-    return output.astype(query.dtype)

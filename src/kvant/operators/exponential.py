@@ -41,13 +41,8 @@ def softmax_parts(scores: mx.array) -> tuple[mx.array, mx.array | None]:
     """
     if scores.size < len(scores) * SOFTMAX_FROM or not by_powers(scores):
         return mx.softmax(scores, axis=-1), None
-    weights = exponentials(scores - scores.max(axis=-1, keepdims=True))
+    weights = mx.power(math.e, scores - scores.max(axis=-1, keepdims=True))
     return weights, weights @ mx.ones((weights.shape[-1], 1))  # half the time of sum
-
-
-def exponentials(x: mx.array) -> mx.array:
-    """e^x."""
-    return mx.power(math.e, x) if by_powers(x) else mx.exp(x)
 
 
 def logsumexp(x: mx.array) -> mx.array:

@@ -18,8 +18,7 @@ from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 from kvant.operators.streams import FEW_ROWS
 
 # Bytes of keys and values as float32 that are made at once (measured): 16 MiB for a token of 32k took 1.2 to
-# 2.5 times as long, 1 MiB 1.3 times. Of many queries a fourth is as fast, and more prompts are long enough
-# for every core.
+# 2.5 times as long, 1 MiB 1.3 times. Of many queries a fourth: a CPU attends to more tokens in tiles.
 READ_BYTES = 4 * 1024 * 1024
 PARTS_OF_MANY = 4
 
@@ -178,13 +177,13 @@ def tokens_at_once(row_bytes: int, new_tokens: int, quant_bit: int) -> int:
     return most if new_tokens <= FEW_ROWS else most // PARTS_OF_MANY
 
 
-def shares(counts: Sequence[int], most: int, unbatched: int | None = None) -> Iterator[slice]:
+def shares(counts: Sequence[int], most: int, long: int | None = None) -> Iterator[slice]:
     """The sequences that are read together: of ``most`` rows at most, or one. With ``alone`` rows one is
     by itself.
     """
     start, total = 0, 0
     for b, count in enumerate(counts):
-        is_long = unbatched is not None and max(count, counts[b - 1]) >= unbatched
+        is_long = long is not None and max(count, counts[b - 1]) >= long
         if b > start and (total + count > most or is_long):
             yield slice(start, b)
             start, total = b, 0

@@ -13,9 +13,10 @@ from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
+from kvant.operators.cpu_paged_attention import LONG_TOKENS
 from kvant.operators.paged_rows import tokens_at_once
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES, device_kind, makes_scores
-from kvant.operators.streams import cpu_streams
+from kvant.operators.streams import FEW_ROWS, cpu_streams
 from kvant.tools.plan.bridged import BridgedCheckpoint
 from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings, page_rows
 from kvant.tools.plan.stored import Checkpoint
@@ -174,12 +175,16 @@ def scratch_bytes(
         forms = (0 if paged is None else 2 * itemsize) + (FLOAT32 if splits and not on_cpu else 0)
     if splits:
         forms += FLOAT32 // 2 if on_cpu else FLOAT32
-    waiting, seen, cores = 0, 0, len(cpu_streams())
+    waiting, seen = 0, 0
+    most = sequences * tokens  # that are floats at once
+    if on_cpu:  # NumPy attends to more of them block by block
+        most = max(tokens_at_once(FLOAT32 * kv_row, new, bits), LONG_TOKENS if new <= FEW_ROWS else 0)
     for window in config.windows:
-        own, mask = tokens, 0
+        own, mask, joined = tokens, 0, 0
         if window is not None and window < tokens:  # a ring beside the new tokens, which are put off
             own = min(tokens, single_rows(window, tokens) + new)
-            mask = MASK_BYTES * new * own
+            joined = 2 * own * _row_bytes(config, settings, itemsize) if on_cpu else 0
+            mask = MASK_BYTES * new * min(own, most)
             waiting += new * _row_bytes(config, settings, itemsize)
         in_float32 = on_cpu or splits or mask > 0
         made = makes_scores(
@@ -189,15 +194,12 @@ def scratch_bytes(
             mask="added" if mask else "causal",
             dtype=mx.float32 if in_float32 else mx.bfloat16,
         )
-        floats, streams = sequences * own, 1
-        at_once = tokens_at_once(FLOAT32 * kv_row, new, bits)
-        if on_cpu and not mask:  # in parts, from every core
-            floats = min(floats, cores * at_once + new)
-            own, streams = min(own, at_once + new), cores if own > at_once else 1
-        scores = streams * FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
+        floats = min(sequences * own, most)
+        own = min(own, most)
+        scores = FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
         queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)
-        seen = max(seen, mask + sequences * scores + kv_row * floats * (forms + cast) * queued)
+        seen = max(seen, mask + joined + sequences * scores + kv_row * floats * (forms + cast) * queued)
     is_packed = config.quantization is not None and not (checkpoint.unpacked and config.experts is None)
     weights = _float_weights(config) if on_cpu and is_packed else 0
     rows = 0 if part is not None and part.rank else LOGITS_COPIES
