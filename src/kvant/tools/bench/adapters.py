@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.bridge.config import is_bridged
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import PMX
 from kvant.cache.options import CacheOptions
@@ -24,12 +23,10 @@ from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request, Token
 from kvant.engine.sampler import greedy
 from kvant.engine.scheduler import Scheduler
-from kvant.errors import BenchError, CheckpointError
-from kvant.files import read_json
-from kvant.models.checkpoint import check_folder
+from kvant.errors import BenchError
 from kvant.models.identity import identify
-from kvant.models.tensors import TensorFiles
 from kvant.tools.bench.engines import EngineSpec
+from kvant.tools.mlx_lm_model import load_mlx_lm
 
 Tokens = Generator[int, None, None]
 StreamTokens = Generator[tuple[int, int], None, None]
@@ -114,38 +111,11 @@ class MLXLM:
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; a KvantError for a folder that cannot be loaded, or mlx-lm's own."""
-        from kvant.bridge.folder import TIED, check_bridged, main_dtype, settle_head
+        from kvant.bridge.folder import main_dtype
         from kvant.bridge.model import bytes_read, parameters
 
-        raw = read_json(folder / "config.json")
-        config: dict[str, Any] | None = None
-        if is_bridged(raw):
-            _, bridged = check_bridged(folder)
-            experts_used = bridged.experts_used
-            tensors = TensorFiles(folder)
-            settled = settle_head(raw, tensors)
-            if settled is not raw:
-                config = {key: settled[key] for key in (TIED, "text_config") if key in settled}
-        else:
-            native, tensors = check_folder(folder)
-            # config.json may have the rotary positions in two places, of which mlx-lm 0.32.2 reads one
-            # (docs/models.md).
-            scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-            config = {"rope_theta": native.rope.theta, "tie_word_embeddings": native.tie_word_embeddings}
-            config |= {"rope_scaling": scaling} if scaling else {}
-            experts_used = None if native.experts is None else native.experts.per_token
-            if native.experts is not None:
-                config |= native.experts.as_config()
-        unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
-        if unnamed:  # mlx-lm reads every file of such a name, unchecked
-            raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
-        # transformers too: not before the files are checked
-        from mlx_lm.utils import load_model as load_mlx_lm
-
-        self._model, _ = load_mlx_lm(folder, model_config=config)
-        if spec.dtype is not None:
-            self._model.set_dtype(getattr(mx, spec.dtype))
-            mx.eval(self._model.parameters())
+        dtype = None if spec.dtype is None else getattr(mx, spec.dtype)
+        self._model, experts_used = load_mlx_lm(folder, dtype)
         self.dtype = str(main_dtype(self._model)).removeprefix("mlx.core.")  # of most floating-point weights
         held = sum(array.nbytes for array in parameters(self._model).values())
         self.weight_bytes = held, bytes_read(self._model, experts_used)
