@@ -22,9 +22,8 @@ import mlx.core as mx
 
 from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.models import Decoder
-from kvant.tools.report.divergence import Tally
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.runs import answer, compare
+from kvant.tools.report.runs import CacheReader, answer, read_legs
 from kvant.tools.report.texts import Dialogue, Text, built_in_text, recall_dialogues
 
 CONSTANT = 300.0
@@ -66,14 +65,13 @@ def measure(
     Answers only where the table shows them, because they take most of the time.
     """
     longest = max(PIECE, *(len(dialogue.ids) for dialogue in recall))
-    caches = [REFERENCE.make_cache(plain, PIECE), *(f.make_cache(model, longest) for f in formats)]
-    tallies = [Tally() for _ in caches]
-    for piece in text.pieces:
-        compare(model, piece, caches, tallies, reference=plain)
+    readers = [CacheReader(plain, REFERENCE.make_cache(plain, PIECE))]
+    readers += [CacheReader(model, f.make_cache(model, longest)) for f in formats]
+    tallies, _ = read_legs(readers, text)
     rows = []
-    for cache_format, cache, tally in zip(formats, caches[1:], tallies[1:], strict=True):
+    for cache_format, reader, tally in zip(formats, readers[1:], tallies[1:], strict=True):
         asked = recall if tabled(constant) else []
-        right = [exact for dialogue in asked for exact in answer(model, cache, dialogue)]
+        right = [exact for dialogue in asked for exact in answer(reader, dialogue)]
         bits, group, split = cache_format.kv_bits, cache_format.kv_group_size, cache_format.bias_split
         found, recalled = tally.figures(), mean(right) if right else None
         figures = {

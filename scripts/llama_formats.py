@@ -17,20 +17,17 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import kvant.blas  # isort: skip  (before MLX: it loads a faster one)
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
-from mlx_lm.utils import load_model
 
 from kvant.engine.load import POCKET, find_model
 from kvant.machine import environment
-from kvant.tools.report.divergence import Tally, log_probabilities
 from kvant.tools.report.formats import CacheFormat
+from kvant.tools.report.mlx_lm_reader import mlx_lm_readers
 from kvant.tools.report.reference import Reference, read_reference
-from kvant.tools.report.runs import compare
+from kvant.tools.report.runs import CacheReader, Reader, read_legs
 from kvant.tools.report.texts import heldout_documents
 
 CONTEXT = 1024  # tokens of a piece
@@ -111,33 +108,16 @@ def of_llama(said: str) -> dict[str, float]:
     return {"mean_kld_nats": float(kld), "top1": float(same) / 100}
 
 
-def of_mlx_lm(model: Any, reference: Reference, bits: int) -> dict[str, float]:
-    """mlx-lm's own cache, in groups of 64, its default; 0 bits: it is not quantized."""
-    tally = Tally()
-    for number, piece in enumerate(reference.text.pieces):
-        cache = [QuantizedKVCache(64, bits) if bits else KVCache() for _ in model.layers]
-        expected = reference.rows(number)
-        found = [model(mx.array([piece[a : a + 512]]), cache=cache)[0] for a in range(0, len(piece), 512)]
-        first = len(piece) - 1 - len(expected)
-        tally.add(expected, log_probabilities(mx.concatenate(found)[first:-1]), piece[first + 1 :])
-    return {"mean_kld_nats": tally.figures().mean_kld_nats, "top1": tally.figures().top1}
-
-
-def of_kvant(
-    model: Any, reference: Reference, formats: dict[str, CacheFormat]
-) -> dict[str, dict[str, float]]:
-    """kvant's caches."""
-    caches = [own.make_cache(model, CONTEXT) for own in formats.values()]
-    tallies = [Tally() for _ in caches]
-    for number, piece in enumerate(reference.text.pieces):
-        compare(model, piece, caches, tallies, expected=reference.rows(number))
+def of_readers(reference: Reference, readers: dict[str, Reader]) -> dict[str, dict[str, float]]:
+    """kvant's caches and mlx-lm's."""
+    tallies, _ = read_legs(list(readers.values()), reference.text, others=reference)
     return {
         name: {
-            "bytes_per_token": own.bytes_per_token(model),
+            "bytes_per_token": reader.nbytes / CONTEXT,
             "mean_kld_nats": tally.figures().mean_kld_nats,
             "top1": tally.figures().top1,
         }
-        for (name, own), tally in zip(formats.items(), tallies, strict=True)
+        for (name, reader), tally in zip(readers.items(), tallies, strict=True)
     }
 
 
@@ -145,8 +125,6 @@ def main() -> None:
     program, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16384
     folder = find_model(POCKET)
     model, _ = kvant.load(POCKET)
-    theirs, _ = load_model(folder)
-    theirs.set_dtype(mx.float32)
     values = sum(2 * own.num_kv_heads * own.head_dim for own in model.make_cache(1).formats)
     with TemporaryDirectory() as made:
         gguf, text, base, tuned = (
@@ -166,18 +144,16 @@ def main() -> None:
         for name, (cache, bits, variables) in LLAMA.items():
             said_of_it = run_llama(program, gguf, text, base, cache, *chunks, "--kl-divergence", **variables)
             found[name] = {"bytes_per_token": values * bits / 8, **of_llama(said_of_it)}
-        for bits in (0, 8, 4):
-            size = (bits or 32) + (0 if not bits else 2 * 32 / 64)
-            found[f"mlx-lm {bits or 'full'}"] = {
-                "bytes_per_token": values * size / 8,
-                **of_mlx_lm(theirs, reference, bits),
-            }
         tune = [sys.executable, "-m", "kvant", "report", "--tune", str(tuned), "-q"]
         subprocess.run([*tune, "--tokens", "16384", "--max-kld", "1"], check=True, capture_output=True)
         formats = {"kvant 0": CacheFormat(0), "kvant 8": CacheFormat(8), "kvant 4": CacheFormat(4)}
         formats["kvant 4, pmx"] = CacheFormat(4, rotates=False)
         formats["kvant 4, tuned"] = CacheFormat.of(kv_format=tuned)
-        found |= of_kvant(model, reference, formats)
+        readers: dict[str, Reader] = {
+            name: CacheReader(model, own.make_cache(model, CONTEXT)) for name, own in formats.items()
+        }
+        readers |= {own.label: reader for own, reader in mlx_lm_readers(folder, model, CONTEXT).items()}
+        found |= of_readers(reference, readers)
     machine = environment()
     print(
         json.dumps(

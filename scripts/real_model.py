@@ -207,11 +207,10 @@ def check_snapshot() -> None:
 def check_report() -> None:
     found = json.loads(command("report", MODEL, "--tokens", "512", "--formats", "8g32,4g32", "--json"))
     for own in found["formats"]:
-        print(
-            f"       {own['format']}: KLD {own['mean_kld_nats']:.1e}, same top token {100 * own['top1']:.1f} "
-            f"%"
-        )
-        assert own["mean_kld_nats"] < MAX_KLD[own["format"]], own["format"]
+        for leg in ("prefill", "decode"):
+            kld, same = own[leg]["mean_kld_nats"], 100 * own[leg]["top1"]
+            print(f"       {own['format']}, {leg}: KLD {kld:.1e}, same top token {same:.1f} %")
+            assert kld < MAX_KLD[own["format"]], own["format"]
 
 
 def check_serve(clients_python: str | None) -> None:

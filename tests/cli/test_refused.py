@@ -156,7 +156,7 @@ USAGE = [
     ("generate Hello --kv-format pmx", "--kv-format is pmx, a format of 4 bits; the cache has 8"),
     ("report --formats ''", "--formats: format '' is unknown"),
     ("report --formats 0,0", "twice"),
-    ("report --tokens 1", "--tokens is 1; expected at least 2"),
+    ("report --tokens 7", "--tokens is 7; expected at least 8"),
     ("report --plot a.pdf", "--plot: the plot is to be a.pdf"),
 ]
 ON_A_CPU = [

@@ -16,7 +16,7 @@ from kvant.errors import KvantError
 from kvant.operators.quantization import FITTED_BITS
 from kvant.text.tokenizer import Tokenizer
 
-DEFAULT_TOKENS, TUNED_TOKENS = 4096, 8192
+DEFAULT_TOKENS = 8192
 DEFAULT_MAX_KLD = 0.005
 DEFAULT_SAMPLES, DEFAULT_SEED = 10, 0
 PIECES = 4  # of a text that tunes, half of them to check the choice
@@ -48,10 +48,28 @@ def report(
         ),
     ] = None,
     tokens: Annotated[
+        int,
+        typer.Option(help="At most so many tokens of text, and of pocket's recall questions."),
+    ] = DEFAULT_TOKENS,
+    decode_tokens: Annotated[
         int | None,
         typer.Option(
-            help="At most so many tokens of text, and of pocket's recall questions; default: 4096, with "
-            "--tune 8192."
+            help="Read so many tokens at the end of the first piece one by one, at most a quarter of it; "
+            "default: 256."
+        ),
+    ] = None,
+    reserve: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens reserved in each cache, and the most that a piece of the text has; default: the "
+            "whole text, or the model's context."
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="mlx-lm",
+            help="Measure mlx-lm's caches too, through mlx-lm's model: 8 and 4 bits in groups of 32 and 64.",
         ),
     ] = None,
     plot: Annotated[
@@ -106,14 +124,10 @@ def report(
 ) -> None:
     """Measure the quality of cache formats against a cache that is not quantized.
 
-    Perplexity, KLD, agreement, each layer's attention error, bytes and time a token; the text is fed through
-    every cache as generation reads it.
+    Perplexity, KLD and agreement: of tokens read in chunks, and of tokens read one by one behind them. Also
+    each layer's attention error, and bytes a token.
     """
     model = options.choose_model(context, model_argument, model)
-    if tokens is None:
-        tokens = DEFAULT_TOKENS if tune is None else TUNED_TOKENS
-    if tokens < 2:
-        raise BadValueError(f"--tokens is {tokens}; expected at least 2")
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
     if tune is None:
@@ -122,7 +136,7 @@ def report(
         _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
     if tasks is None:
         options.refuse("it goes with --tasks", samples=samples, seed=seed)
-    options.check_counts(samples=samples)
+    options.check_counts(samples=samples, decode_tokens=decode_tokens)
     lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
     if reference is not None and (text is not None or tune is not None):
         raise BadValueError(
@@ -138,14 +152,21 @@ def report(
         default_formats,
         parse_formats,
     )
-    from kvant.tools.report.measure import figures_json, measure
+    from kvant.tools.report.measure import DECODED, LEAST_TOKENS, figures_json, measure
+    from kvant.tools.report.mlx_lm_reader import MLX_LM
     from kvant.tools.report.reference import read_reference
-    from kvant.tools.report.runs import timing_room
     from kvant.tools.report.tasks import answer_samples, haystack, make_samples, task_rows
     from kvant.tools.report.texts import built_in_text, halves, recall_dialogues, text_file
     from kvant.tools.report.tune import Row
     from kvant.tools.report.tune import tune as tune_format
 
+    for flag, count in (("--tokens", tokens), ("--reserve", reserve)):
+        if count is not None and count < LEAST_TOKENS:
+            raise BadValueError(f"{flag} is {count}; expected at least {LEAST_TOKENS}")
+    if compare not in (None, MLX_LM):
+        raise BadValueError(f"--compare is {compare!r:.40}; expected {MLX_LM}")
+    if compare is not None and adapter_path is not None:
+        raise BadValueError(f"--compare is {compare}, which reads no --adapter-path; leave one out")
     with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
     if kv_format is not None:
@@ -168,11 +189,11 @@ def report(
     config = decoder.config
     limit = config.max_position_embeddings
     most = tokens if tune is None else tokens // PIECES
-    length = most if limit is None else min(most, limit - timing_room(decoder))
-    if length < 2:
-        raise KvantError(
-            f"the model's context is {limit} tokens; the report needs {2 + timing_room(decoder)}"
-        )
+    if reserve is not None and reserve > (limit or math.inf):
+        raise BadValueError(f"--reserve is {reserve}; the model's context is {limit} tokens")
+    length = min([most, *(size for size in (limit, reserve) if size is not None)])
+    if length < LEAST_TOKENS:
+        raise KvantError(f"the model's context is {limit} tokens; the report needs {LEAST_TOKENS}")
     if max(lengths, default=0) > (limit or math.inf):
         raise BadValueError(f"--tasks has {max(lengths)}; the model's context is {limit} tokens")
     drawn = []
@@ -189,10 +210,16 @@ def report(
             raise KvantError(
                 f"{reference} has pieces of {len(read.pieces[0])} tokens; the model's context is {limit}"
             )
+        if len(read.pieces[0]) > (reserve or math.inf):
+            raise BadValueError(
+                f"--reserve is {reserve}; {reference} has pieces of {len(read.pieces[0])} tokens"
+            )
     elif text is None:
         read = built_in_text(tokenizer, length, tokens)
     else:
         read = text_file(text, tokenizer, config.vocab_size, length, tokens)
+    if len(read.pieces[0]) < LEAST_TOKENS:
+        raise KvantError(f"{read.name}: {read.tokens} tokens; the report needs {LEAST_TOKENS}")
     is_built_in = text is None and reference is None and folder == find_model(POCKET)
     recall = recall_dialogues(tokenizer, tokens) if is_built_in else []
     tried: list[Row] = []
@@ -211,15 +238,26 @@ def report(
         ]
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
-        found = measure(name, decoder, read, wanted, recall=recall, others=others, progress=progress.update)
+        found = measure(
+            name,
+            decoder,
+            read,
+            wanted,
+            decoded=decode_tokens or DECODED,
+            reserved=reserve,
+            recall=recall,
+            others=others,
+            mlx_lm=folder if compare else None,
+            progress=progress.update,
+        )
     rows: list[dict[str, Any]] = []
     if drawn:
         with LateProgress("answering", quiet=quiet) as progress:
             rows = task_rows(drawn, answer_samples(decoder, tokenizer, drawn, wanted, progress.update))
 
-    from kvant.tools.report.output import describe, table, tuning
+    from kvant.tools.report.output import describe, tables, tuning
 
-    lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), table(found)]
+    lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), *tables(found)]
     record = figures_json(found) | ({"tried": [asdict(row) for row in tried]} if tried else {})
     if rows:
         lines.append(_tasks_table(rows))

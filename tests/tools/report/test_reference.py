@@ -82,10 +82,12 @@ def test_the_report(pocket: Pocket, file: Path) -> None:
     said = json.loads(done.stdout)
     exact, coarse = said["formats"]
     assert said["compared_with"] == str(file)
-    assert exact["positions"] == 2 * (LENGTH - 1 - LENGTH // 2)
-    assert 0 < exact["mean_kld_nats"] < 1e-5
-    assert coarse["mean_kld_nats"] > 50 * exact["mean_kld_nats"]
-    assert said["reference"]["mean_kld_nats"] == exact["mean_kld_nats"]
+    assert exact["decode"]["positions"] == LENGTH // 4
+    assert exact["prefill"]["positions"] == 2 * (LENGTH - 1 - LENGTH // 2) - LENGTH // 4
+    for leg in ("prefill", "decode"):
+        assert 0 < exact[leg]["mean_kld_nats"] < 1e-5
+        assert coarse[leg]["mean_kld_nats"] > 10 * exact[leg]["mean_kld_nats"]
+        assert said["reference"][leg]["mean_kld_nats"] == exact[leg]["mean_kld_nats"]
     assert said["reference"]["recall"]["asked"] == 0
     table = call("report", "--reference", str(file), "--formats", "4g32", "-q").stdout
     assert f"predictions of the second half of each piece in {file}" in table.replace("\n", " ")
@@ -109,4 +111,7 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
         read_reference(file, 5, None)
     assert "cannot be read" in refusal(1, "report", "--reference", str(tmp_path / "none"))
     assert "leave out --text" in refusal(2, "report", "--reference", str(file), "--text", "x")
+    refused = refusal(2, "report", "--reference", str(file), "--reserve", "32")
+    assert "--reserve is 32" in refused
+    assert "pieces of 64 tokens" in refused
     assert "leave out --tune" in refusal(2, "report", "--reference", str(file), "--tune", str(tmp_path / "x"))

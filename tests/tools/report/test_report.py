@@ -22,8 +22,8 @@ from kvant.models import Decoder, load_decoder
 from kvant.tools.report.divergence import Figures, Tally, divergence, log_probabilities
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.measure import Report, figures_json, measure
-from kvant.tools.report.output import plot, table
-from kvant.tools.report.runs import SideBySide, compare
+from kvant.tools.report.output import plot, tables
+from kvant.tools.report.runs import CacheReader, SideBySide, compare, read_legs
 from kvant.tools.report.texts import Text
 
 Pocket = tuple[Decoder, Any]
@@ -49,10 +49,12 @@ def _figures(
     model: Decoder, ids: Sequence[int], formats: Sequence[CacheFormat], *before: Sequence[int], **options: Any
 ) -> list[Figures]:
     """Of the last of some texts, given one after the other to the same caches."""
-    caches = [each.make_cache(model, len(ids)) for each in formats]
+    readers = [CacheReader(model, each.make_cache(model, len(ids))) for each in formats]
     for text in (*before, ids):
-        tallies = [Tally() for _ in caches]
-        compare(model, text, caches, tallies, **options)
+        tallies = [Tally() for _ in readers]
+        for reader in readers:
+            reader.reset()
+        compare(readers, text, tallies, **options)
     return [tally.figures() for tally in tallies]
 
 
@@ -89,16 +91,17 @@ class TestDivergence:
         expected, given = (random.standard_normal((2, 150, 60)) * 2).astype(np.float32)
         following = random.integers(0, 60, 150).tolist()
         tally = Tally()
-        for first in (0, 70):  # in parts, the last position without a token after it
-            part = slice(first, 70 if first == 0 else 150)
+        for part in (slice(0, 70), slice(70, 150)):
             rows = [log_probabilities(mx.array(x[part])) for x in (expected, given)]
-            tally.add(*rows, following[part] if first == 0 else following[first:149])
+            tally.add(*rows, following[part])
         figures = tally.figures()
         klds = _kld(_log_softmax(expected), _log_softmax(given))
-        losses = -_log_softmax(given)[np.arange(149), following[:149]]
+        losses = -_log_softmax(given)[np.arange(150), following]
         assert (figures.positions, figures.non_finite) == (150, 0)
         assert figures.mean_kld_nats == pytest.approx(klds.mean(), rel=1e-5)
+        assert figures.median_kld_nats == pytest.approx(np.median(klds), rel=1e-5)
         assert figures.p99_kld_nats == pytest.approx(np.percentile(klds, 99), rel=1e-5)
+        assert figures.p999_kld_nats == pytest.approx(np.percentile(klds, 99.9), rel=1e-5)
         assert figures.perplexity == pytest.approx(np.exp(losses.mean()), rel=1e-5)
         assert figures.top1 == (expected.argmax(-1) == given.argmax(-1)).mean()
 
@@ -108,7 +111,7 @@ class TestDivergence:
         broken = mx.array(rows)
         broken[7, 3] = value
         tally = Tally()
-        tally.add(log_probabilities(rows), log_probabilities(broken), [0] * 199)
+        tally.add(log_probabilities(rows), log_probabilities(broken), [0] * 200)
         figures = tally.figures()
         assert (figures.positions, figures.non_finite) == (200, 1)
         assert (figures.mean_kld_nats, figures.perplexity) == (math.inf, math.inf)
@@ -131,8 +134,8 @@ class TestTeacherForcing:
         loss = -right[np.arange(95), ids[1:]].mean()
         assert reference.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
         cache = model.make_cache(96, kv_bits=8, kv_group_size=32)
-        steps = [_log_softmax(model(mx.array([[token]]), cache=cache)[0]) for token in ids]
-        klds = _kld(right, np.concatenate(steps))
+        steps = [_log_softmax(model(mx.array([[token]]), cache=cache)[0]) for token in ids[:-1]]
+        klds = _kld(right[:-1], np.concatenate(steps))
         assert given.mean_kld_nats == pytest.approx(klds.mean(), rel=0.03)
         assert given.p99_kld_nats == pytest.approx(np.percentile(klds, 99), rel=0.03)
         assert given.mean_kld_nats > 1e-7
@@ -213,8 +216,8 @@ class TestBrokenFormats:
         text = Text("a text", (tuple(heldout_ids[:128]),), 0)
         report = measure("pocket", pocket[0], text, [FORMAT, Broken(CHANGES[what], layers)])
         healthy, found = report.results
-        assert found.figures.mean_kld_nats > 30 * healthy.figures.mean_kld_nats
-        assert found.figures.p99_kld_nats > 10 * healthy.figures.p99_kld_nats
+        assert found.prefill.mean_kld_nats > 30 * healthy.prefill.mean_kld_nats
+        assert found.prefill.p99_kld_nats > 10 * healthy.prefill.p99_kld_nats
         assert found.bytes_per_token == healthy.bytes_per_token
         for number, (good, bad) in enumerate(zip(healthy.layer_errors, found.layer_errors, strict=True)):
             if number in layers:
@@ -224,18 +227,22 @@ class TestBrokenFormats:
 
     def test_values_that_are_not_finite(self, pocket: Pocket, heldout_ids: list[int], tmp_path: Path) -> None:
         poisoned = Broken(CHANGES["no number"], (3,), bits=0)
-        report = measure("pocket", pocket[0], Text("a text", (tuple(heldout_ids[:64]),), 0), [poisoned])
+        report = measure("pocket", pocket[0], Text("a text", (tuple(heldout_ids[:128]),), 0), [poisoned])
         (found,) = report.results
-        assert found.figures.non_finite > 0
-        assert found.figures.mean_kld_nats == math.inf
+        assert found.prefill.non_finite > 0
+        assert found.prefill.mean_kld_nats == math.inf
         assert found.layer_errors[3] == math.inf
         (record,) = figures_json(report)["formats"]
-        assert (record["mean_kld_nats"], record["non_finite"]) == (None, found.figures.non_finite)
+        prefill = record["prefill"]
+        assert (prefill["mean_kld_nats"], prefill["non_finite"]) == (None, found.prefill.non_finite)
         assert record["layer_attention_errors"] == [*found.layer_errors[:3], None]
         console = Console(file=io.StringIO(), width=80)
-        console.print(table(report))
+        console.print(*tables(report))
         shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-        assert f"{poisoned.label}: {found.figures.non_finite} of 64 predictions are not finite" in shown
+        assert (
+            f"{poisoned.label}: {found.prefill.non_finite} of 95 predictions are not finite (prefill)"
+            in shown
+        )
         with pytest.raises(KvantError, match="nothing to draw"):
             plot(report, tmp_path / "a.svg")
         assert list(tmp_path.iterdir()) == []
@@ -268,13 +275,76 @@ def test_the_smallest_text_there_can_be(make_checkpoint: Callable[..., tuple[Pat
     report: Report = measure(
         "random",
         model,
-        Text("two tokens", ((5, 9),), 0),
+        Text("eight tokens", (tuple(range(2, 10)), (3,)), 0),
         [REFERENCE, FORMAT],
         progress=lambda *of: progress.append(of),
     )
     assert [r.format for r in report.results] == [REFERENCE, FORMAT]
     assert report.results[0] is report.reference
-    assert report.results[1].figures.positions == 2
-    assert all(result.ms_per_token > 0 for result in report.results)
+    assert (report.results[1].prefill.positions, report.results[1].decode.positions) == (5, 2)
+    assert (report.prompt, report.reserved) == (5, 8)
     assert progress == sorted(progress)
     assert (progress[0][0], progress[-1][0]) == (0, progress[-1][1])
+
+
+class TestLegs:
+    """Tokens read in chunks, and tokens read one by one behind them."""
+
+    def test_they_are_numpys(self, pocket: Pocket, heldout_ids: list[int]) -> None:
+        """Both legs from logits of runs that are made here, compared in float64."""
+        model, _ = pocket
+        first, second, coarse = heldout_ids[:120], heldout_ids[120:160], CacheFormat(4, 32)
+        text = Text("a text", (tuple(first), tuple(second)), 0)
+        (found,) = measure("pocket", model, text, [coarse], decoded=24).results
+        rows: dict[str, list[tuple[Array, Array, int]]] = {"prefill": [], "decode": []}
+        for ids, prompt in ((first, 95), (second, 39)):
+            caches = [REFERENCE.make_cache(model, 120), coarse.make_cache(model, 120)]
+            chunks = [_log_softmax(model(mx.array([ids[:prompt]]), cache=cache)[0]) for cache in caches]
+            rows["prefill"] += zip(*chunks, ids[1 : prompt + 1], strict=True)
+            for place in range(prompt, len(ids) - 1):
+                steps = [_log_softmax(model(mx.array([[ids[place]]]), cache=cache)[0]) for cache in caches]
+                rows["decode"] += zip(*steps, ids[place + 1 : place + 2], strict=True)
+        assert (len(rows["prefill"]), len(rows["decode"])) == (95 + 39, 24)
+        for leg, given in found.legs.items():
+            expected, got, following = (np.array(column) for column in zip(*rows[leg], strict=True))
+            klds = _kld(expected, got)
+            assert given.positions == len(klds)
+            assert given.mean_kld_nats == pytest.approx(klds.mean(), rel=0.02)
+            assert given.median_kld_nats == pytest.approx(np.median(klds), rel=0.05)
+            assert given.p99_kld_nats == pytest.approx(np.percentile(klds, 99), rel=0.05)
+            assert given.p999_kld_nats == pytest.approx(np.percentile(klds, 99.9), rel=0.05)
+            assert given.top1 == (expected.argmax(-1) == got.argmax(-1)).mean()
+            loss = -got[np.arange(len(got)), following].mean()
+            assert given.perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+
+    def test_a_full_cache_leaves_nothing_in_both(self, pocket: Pocket, heldout_ids: list[int]) -> None:
+        model = pocket[0]
+        readers = [CacheReader(model, REFERENCE.make_cache(model, 64)) for _ in range(2)]
+        text = Text("a text", (tuple(heldout_ids[:64]),), 0)
+        for tallies in read_legs(readers, text, 16):
+            assert {*tallies[1].klds} == {0.0}
+            assert tallies[1].figures().top1 == 1
+
+    @pytest.mark.parametrize("at_once", [True, False])
+    def test_what_is_broken_in_one_shows_there(
+        self, pocket: Pocket, heldout_ids: list[int], at_once: bool
+    ) -> None:
+        """Keys that are scaled where several tokens are read at once, or where one is."""
+
+        def change(key: mx.array, value: mx.array) -> tuple[mx.array, mx.array]:
+            return (1.0 if (key.shape[2] > 1) != at_once else 3.0) * key, value
+
+        text = Text("a text", (tuple(heldout_ids[:128]),), 0)
+        broken = Broken(change, (0, 1, 2, 3))
+        healthy, found = measure("pocket", pocket[0], text, [FORMAT, broken], decoded=16).results
+        ratios = {leg: found.legs[leg].mean_kld_nats / own.mean_kld_nats for leg, own in healthy.legs.items()}
+        assert ratios["decode"] > 100  # it reads the prompt's keys, too
+        assert (ratios["prefill"] > 100) == at_once
+
+    def test_bytes_are_the_caches(self, pocket: Pocket, heldout_ids: list[int]) -> None:
+        """Of the reservation asked for, which may be more than the text has."""
+        text = Text("a text", (tuple(heldout_ids[:16]),), 0)
+        report = measure("pocket", pocket[0], text, [FORMAT], reserved=1024)
+        assert report.reserved == 1024
+        nbytes = pocket[0].make_cache(1024, kv_bits=8, kv_group_size=32).nbytes
+        assert report.results[0].bytes_per_token == round(nbytes / 1024)

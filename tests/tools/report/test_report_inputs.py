@@ -10,15 +10,15 @@ import mlx.nn as nn
 import pytest
 from support.adapters import adapter_config, save_adapter
 from support.checkpoints import load_reference
-from support.command import call
+from support.command import call, refusal
 from support.pools import with_layers
 
 from kvant.engine.generate import generate
 from kvant.errors import PromptError
 from kvant.models import Decoder, load_decoder
 from kvant.text.prompt import encode_rendered, render_chat
-from kvant.tools.report.formats import CacheFormat, check_formats, default_formats
-from kvant.tools.report.runs import answer, answer_after_hit
+from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats
+from kvant.tools.report.runs import CacheReader, answer, answer_after_hit
 from kvant.tools.report.texts import (
     built_in_text,
     heldout_documents,
@@ -54,7 +54,8 @@ class TestQuestions:
         for document in documents:
             for given in (document["answer"], "It says Otto likes purple."):
                 conversation = read_dialogue(tokenizer, document | {"answer": given})
-                found.append(answer(model, FORMAT.make_cache(model, len(conversation.ids)), conversation)[-1])
+                reader = CacheReader(model, FORMAT.make_cache(model, len(conversation.ids)))
+                found.append(answer(reader, conversation)[-1])
                 ids = encode_rendered(tokenizer, render_chat(tokenizer, document["messages"]))
                 cache = FORMAT.make_cache(model, len(ids) + 24)
                 written.append(
@@ -73,7 +74,7 @@ class TestQuestions:
         assert min(places) < 64 < 512 <= max(places)
         short = sorted(dialogues, key=lambda dialogue: len(dialogue.ids))[:2]
         cache = FORMAT.make_cache(model, 400)
-        assert all(right for dialogue in short for right in answer(model, cache, dialogue))
+        assert all(right for dialogue in short for right in answer(CacheReader(model, cache), dialogue))
 
         for bits in (0, 4):  # of a prefix that was hit
             found = answer_after_hit(model, CacheFormat(bits), dialogues[:4])
@@ -83,8 +84,8 @@ class TestQuestions:
         def forgets(number: int, layer: Any) -> None:
             layer.multi_head_cache_attention = lambda query, key, value, mask=None: 0.0 * query
 
-        cache = with_layers(cache, forgets)
-        assert not any(right for dialogue in short for right in answer(model, cache, dialogue))
+        reader = CacheReader(model, with_layers(cache, forgets))
+        assert not any(right for dialogue in short for right in answer(reader, dialogue))
 
 
 class TestTexts:
@@ -131,18 +132,29 @@ def report(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_table_and_a_plot(tmp_path: Path) -> None:
+def test_tables_and_a_plot(pocket: Pocket, tmp_path: Path) -> None:
     plot = tmp_path / "kld.svg"
     lines = report("--tokens", "300", "--formats", "8g32, 4g64", "--plot", str(plot)).splitlines()
     assert lines[0].startswith("pocket on built-in held-out conversations: 300 tokens; the ")
     rows = [line.split() for line in lines if line.startswith((" 0 ", " 8g32 ", " 4g64 "))]
-    assert [(row[0], row[-3]) for row in rows] == [("0", "4096"), ("8g32", "1088"), ("4g64", "544")]
-    assert len({row[-1] for row in rows}) == 1  # of the first conversation every cache recalls as much
-    assert "/" in rows[0][-1]
+    prefill, decode = rows[:3], rows[3:]
+    sizes = [
+        round(own.make_cache(pocket[0], 300).nbytes / 300)
+        for own in (REFERENCE, CacheFormat(8), CacheFormat(4, 64))
+    ]
+    assert [(row[0], row[-1]) for row in prefill] == list(
+        zip(("0", "8g32", "4g64"), map(str, sizes), strict=True)
+    )
+    assert [row[0] for row in decode] == ["0", "8g32", "4g64"]
+    assert len({row[-1] for row in decode}) == 1  # of the first conversation every cache recalls as much
+    assert "/" in decode[0][-1]
+    titles = [line.strip() for line in lines]
+    assert "Prefill: 224 predictions, read in chunks" in titles
+    assert "Decode: 75 predictions, read one by one behind 224 tokens" in titles
     assert "Recall of what was read from shared pages: 0 " in " ".join(map(str.strip, lines))
     assert all(len(line) <= 80 for line in lines[3:])
     drawn = plot.read_text()
-    for text in ("8g32", "4g64", "KLD, nats", "cache, bytes a token"):
+    for text in ("8g32", "4g64", "KLD, nats", "prefill", "decode"):
         assert drawn.count(f">{text}<") == 1
 
 
@@ -151,7 +163,7 @@ def test_an_adapter(pocket_folder: Path, tmp_path: Path) -> None:
     arguments = ["--tokens", "32", "--formats", "8g32", "--json"]
     found = [json.loads(report(*arguments, *flags)) for flags in ([], ["--adapter-path", str(adapter)])]
     assert [one["model"] for one in found] == ["pocket", f"pocket with {adapter}"]
-    assert found[0]["reference"]["perplexity"] != found[1]["reference"]["perplexity"]
+    assert found[0]["reference"]["prefill"] != found[1]["reference"]["prefill"]
 
 
 def test_json_of_a_text(tmp_path: Path) -> None:
@@ -165,15 +177,19 @@ def test_json_of_a_text(tmp_path: Path) -> None:
     assert found["model"] == "pocket"
     assert found["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}
     assert found["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
+    assert (found["reserved_tokens"], found["prompt_tokens"]) == (64, 47)
     four, none, plain = found["formats"]
     assert plain["flags"] == f"{four['flags']} --kv-format pmx"
     assert plain["bytes_per_token"] == four["bytes_per_token"]
-    assert plain["mean_kld_nats"] != four["mean_kld_nats"]
     assert none == found["reference"]
     assert four["format"] == "4g32:nosplit"
     assert four["flags"] == "--kv-bits 4 --kv-group-size 32 --no-kv-bias-split"
-    assert (four["bytes_per_token"], four["positions"], four["non_finite"]) == (576, 64, 0)
-    assert 0 == none["mean_kld_nats"] < four["mean_kld_nats"] < four["p99_kld_nats"]
+    for leg, positions in (("prefill", 47), ("decode", 16)):
+        assert plain[leg]["mean_kld_nats"] != four[leg]["mean_kld_nats"]
+        assert (four[leg]["positions"], four[leg]["non_finite"]) == (positions, 0)
+        names = ("median_kld_nats", "p99_kld_nats", "p999_kld_nats")
+        assert 0 == none[leg]["mean_kld_nats"] < four[leg]["mean_kld_nats"] < four[leg]["p99_kld_nats"]
+        assert [four[leg][name] for name in names] == sorted(four[leg][name] for name in names)
     assert len(four["layer_attention_errors"]) == 4
     assert min(four["layer_attention_errors"]) > 0
     assert four["recall"] == four["recall_after_hit"] == {"right": 0, "asked": 0}
@@ -187,3 +203,30 @@ def test_a_text_of_several_pieces(make_checkpoint: Any, pocket_folder: Path) -> 
     printed = report("--model", str(folder), "--tokens", "60", "--formats", "8g64")
     assert " on built-in held-out conversations: 60 tokens in " in printed
     assert " pieces of up to 24; the " in printed
+
+
+def test_a_reservation_cuts_the_text(pocket: Pocket) -> None:
+    flags = ["--tokens", "300", "--reserve", "128", "--decode-tokens", "5", "--formats", "8g32", "--json"]
+    found = json.loads(report(*flags))
+    assert (found["text"]["pieces"], found["reserved_tokens"], found["prompt_tokens"]) == (3, 128, 122)
+    (eight,) = found["formats"]
+    assert (eight["prefill"]["positions"], eight["decode"]["positions"]) == (300 - 3 - 5, 5)
+    nbytes = pocket[0].make_cache(128, kv_bits=8, kv_group_size=32).nbytes
+    assert eight["bytes_per_token"] == round(nbytes / 128)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--reserve 4", "--reserve is 4; expected at least 8"),
+        ("--reserve 4096", "--reserve is 4096; the model's context is 2048 tokens"),
+        ("--decode-tokens 0", "--decode-tokens is 0; expected at least 1"),
+    ],
+)
+def test_what_is_refused(flags: str, words: str) -> None:
+    assert words in refusal(2, "report", *flags.split())
+
+
+def test_a_text_too_short(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The fox")
+    assert "tokens; the report needs 8" in refusal(1, "report", "--text", str(tmp_path / "a.txt"))

@@ -38,7 +38,6 @@ from kvant.tools.plan import Checkpoint, plan, read_folder
 from kvant.tools.report.formats import default_formats
 from kvant.tools.report.measure import figures_json
 from kvant.tools.report.measure import measure as measure_formats
-from kvant.tools.report.runs import timing_room
 from kvant.tools.report.texts import built_in_text
 from kvant.tools.statistics import Spread, drift, in_turns, paired_ratio
 
@@ -128,7 +127,8 @@ def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             found.append((name, f"{each['peak'] / each['planned']:.2f}"))
     for each in (record["report"] or {}).get("formats", ()):
         name = f"{record['report']['model']}, {each['format']}, against a cache that is not quantized"
-        found.append((name, f"mean KLD {each['mean_kld_nats']:.1e}, same top-1 {each['top1']:.2%}"))
+        leg = each.get("prefill", each)  # older files have no other
+        found.append((name, f"mean KLD {leg['mean_kld_nats']:.1e}, same top-1 {leg['top1']:.2%}"))
     if record.get("start"):
         start = record["start"]
         kinds = (
@@ -243,7 +243,7 @@ def _report(record: Record, name: str, folder: Path) -> None:
     """What ``kvant report`` says of 8 and 4 bits."""
     decoder, tokenizer = load_folder(folder)
     limit = decoder.config.max_position_embeddings or REPORT_TOKENS
-    text = built_in_text(tokenizer, min(REPORT_TOKENS, limit - timing_room(decoder)), REPORT_TOKENS)
+    text = built_in_text(tokenizer, min(REPORT_TOKENS, limit), REPORT_TOKENS)
     formats = {each.kv_bits: each for each in reversed(default_formats(decoder))}  # the first of each width
     record["report"] = figures_json(measure_formats(name, decoder, text, list(formats.values())))
 

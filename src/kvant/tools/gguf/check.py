@@ -46,7 +46,7 @@ def check_import(path: Path, folder: Path, progress: Progress = lambda done, tot
         write_tensors(file, placed, part, _expand, progress)
         expected = _predictions(part, ids)
     tally = Tally()
-    tally.add(expected, _predictions(folder, ids), ids[1:])
+    tally.add(expected[:-1], _predictions(folder, ids)[:-1], ids[1:])
     return tally.figures()
 
 

@@ -17,7 +17,9 @@ class Figures:
     non_finite: int  # of them with a NaN, a +inf, or nothing but -inf; their KLD and loss count as infinite
     perplexity: float  # exp of the mean loss of the tokens that follow
     mean_kld_nats: float  # of the expected distribution against the given one
+    median_kld_nats: float
     p99_kld_nats: float
+    p999_kld_nats: float  # the 99.9th percentile
     top1: float  # share of positions with the same likeliest token
 
 
@@ -35,38 +37,42 @@ class Tally:
 
         Args:
             expected, given: (S, vocab) log-probabilities, from :func:`log_probabilities`.
-            following: the S tokens that follow, or S - 1 if the last position has none.
+            following: the S tokens that follow.
         """
-        finite = mx.isfinite(mx.logsumexp(given, axis=-1))
+        finite = are_finite(given)
         kld = mx.where(finite, divergence(expected, given), math.inf)
         same = finite & (mx.argmax(expected, axis=-1) == mx.argmax(given, axis=-1))
-        count = len(following)
-        if count:
-            tokens = mx.array(list(following))[:, None]
-            loss = -mx.take_along_axis(given[:count], tokens, axis=-1)[:, 0]
-            loss = mx.where(finite[:count], loss, math.inf)
-            self.losses += loss.tolist()  # type: ignore[arg-type]
+        tokens = mx.array(list(following))[:, None]
+        loss = mx.where(finite, -mx.take_along_axis(given, tokens, axis=-1)[:, 0], math.inf)
+        self.losses += loss.tolist()  # type: ignore[arg-type]
         self.klds += kld.tolist()  # type: ignore[arg-type]
         self.same += int(same.sum().item())  # type: ignore[arg-type]
         self.non_finite += len(given) - int(finite.sum().item())  # type: ignore[arg-type]
 
     def figures(self) -> Figures:
-        """The figures of the positions counted, at least one, with at least one token after it."""
+        """The figures of the positions counted, at least one."""
         loss = math.fsum(self.losses) / len(self.losses)
         return Figures(
             positions=len(self.klds),
             non_finite=self.non_finite,
             perplexity=math.exp(loss) if loss < 700 else math.inf,  # more than a float can hold
             mean_kld_nats=math.fsum(self.klds) / len(self.klds),
+            median_kld_nats=percentile(self.klds, 50),
             p99_kld_nats=percentile(self.klds, 99),
+            p999_kld_nats=percentile(self.klds, 99.9),
             top1=self.same / len(self.klds),
         )
 
 
 def log_probabilities(logits: mx.array) -> mx.array:
-    """(S, vocab) logits -> float32 log-probabilities; a row that has a NaN or a +inf is NaN throughout."""
+    """(S, vocab) logits -> float32 log-probabilities. A row that :func:`are_finite` refuses has a NaN."""
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def are_finite(log_probabilities: mx.array) -> mx.array:
+    """Which rows are those of logits without a NaN or a +inf, and with more than -inf."""
+    return ~mx.isnan(log_probabilities).any(axis=-1)
 
 
 def divergence(expected: mx.array, given: mx.array) -> mx.array:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import PMX
@@ -17,6 +18,26 @@ DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
 MANY = 2**24  # tokens; more than any window
 
 _PATTERN = re.compile(r"(?P<bits>[84])g(?P<group>\d{1,6})(?P<whole>:nosplit)?(?P<pmx>:pmx)?")
+
+
+class Format(Protocol):
+    """How a cache stores tokens, as the report names it."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def flags(self) -> str:
+        """The flags of the command that uses it."""
+
+    @property
+    def kv_bits(self) -> int: ...
+
+    @property
+    def kv_group_size(self) -> int | None: ...
+
+    @property
+    def bias_split(self) -> bool: ...
 
 
 class CacheFormat(CacheOptions):

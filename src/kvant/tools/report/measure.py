@@ -3,41 +3,48 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from kvant.machine import Environment, environment
 from kvant.models import Decoder, LanguageModel
 from kvant.models.checkpoint import Progress
-from kvant.tools.report.divergence import Figures, Tally
-from kvant.tools.report.formats import REFERENCE, CacheFormat
+from kvant.tools.report.divergence import Figures
+from kvant.tools.report.formats import REFERENCE, CacheFormat, Format
+from kvant.tools.report.mlx_lm_reader import mlx_lm_readers
 from kvant.tools.report.reference import Reference
 from kvant.tools.report.runs import (
-    STEPS,
+    CacheReader,
+    Reader,
     answer,
     answer_after_hit,
-    compare,
     layer_errors,
-    step_ms,
-    timing_room,
+    read_legs,
 )
 from kvant.tools.report.texts import Dialogue, Text
 
+LEGS = ("prefill", "decode")
 LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
+DECODED = 256  # tokens read one by one
+LEAST_TOKENS = 8  # of a first piece, of which both legs have some
 
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
-    format: CacheFormat
-    bytes_per_token: int  # in all layers
-    # of a decode step with the first piece in the cache; infinite if no token can be drawn
-    ms_per_token: float
-    figures: Figures  # of the text, against the reference
+    format: Format
+    bytes_per_token: int  # of the cache, divided by the tokens it is reserved for
+    prefill: Figures  # of the text read in chunks, against the reference
+    decode: Figures  # of the tokens read one by one
     # The attention's relative error in each layer, given that layer's inputs without quantization; zeros for
-    # the reference, by definition. Empty for a bridged model, whose layers are mlx-lm's.
+    # the reference, by definition. Empty for models and formats of mlx-lm.
     layer_errors: list[float]
     recalled: list[bool]  # each answer of the recall questions was exact; empty if none was asked
     # the same, of those whose facts were read from pages that another sequence had filled
     after_hit: list[bool]
+
+    @property
+    def legs(self) -> dict[str, Figures]:
+        return dict(zip(LEGS, (self.prefill, self.decode), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,11 @@ class Report:
     model: str
     dtype: str  # of activations and of the reference's cache
     text: Text
+    reserved: int  # tokens, in each cache
+    prompt: int  # tokens before those that are read one by one
     reference: FormatResult  # without quantization, keys and values as the model computes them
     compared_with: str  # the file of another engine's predictions; "": those of the reference
-    results: list[FormatResult]  # of the formats asked for, in their order
+    results: list[FormatResult]  # of the formats asked for, in their order; then mlx-lm's and llama.cpp's
     environment: Environment
 
 
@@ -57,25 +66,36 @@ def measure(
     text: Text,
     formats: Sequence[CacheFormat],
     *,
+    decoded: int = DECODED,
+    reserved: int | None = None,
     recall: Sequence[Dialogue] = (),
     others: Reference | None = None,
+    mlx_lm: Path | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Report:
     """Measure every format on the text, and on recall questions if there are any.
 
     Args:
-        others: predictions of another engine, which all formats are compared with, on its ``text``.
         formats: checked by ``check_formats``; the reference among them is not measured twice.
+        decoded: tokens to read one by one, at the end of the first piece; at most a quarter of it is.
+        reserved: tokens to reserve caches for; None, or too few: those of the first piece.
+        recall: those that are longer than the reservation are not asked.
+        others: predictions of another engine, which all formats are compared with, on its ``text``.
+        mlx_lm: the model's folder, from which mlx-lm loads it, to measure mlx-lm's formats too.
         progress: called with (tokens fed, tokens to be fed), through all caches.
     """
     measured = [f for f in formats if f != REFERENCE]
     first = text.pieces[0]
-    room = max(len(first), STEPS + 1, *(len(dialogue.ids) for dialogue in recall))
+    decoded = min(decoded, len(first) // 4)
+    reserved = max(reserved or 0, len(first))
+    recall = [dialogue for dialogue in recall if len(dialogue.ids) <= reserved]
     layers = model.layers if isinstance(model, Decoder) else ()
     splits = [s for s in (True, False) if layers and any(f.bias_split == s for f in measured)]
+    theirs = {} if mlx_lm is None else mlx_lm_readers(mlx_lm, model, reserved)
 
     done = 0
-    total = (text.tokens + 2 * sum(len(dialogue.ids) for dialogue in recall)) * (1 + len(measured))
+    total = (text.tokens - len(text.pieces)) * (1 + len(measured) + len(theirs))
+    total += sum(len(dialogue.ids) for dialogue in recall) * (2 + 2 * len(measured) + len(theirs))
     total += len(splits) * len(first[:LAYER_TOKENS])
 
     def fed(tokens: int) -> None:
@@ -84,42 +104,40 @@ def measure(
         progress(done, total)
 
     progress(0, total)
-    caches = [f.make_cache(model, room + timing_room(model)) for f in (REFERENCE, *measured)]
-    tallies = [Tally() for _ in caches]
-    times: list[float] = []
-    for number, piece in enumerate(text.pieces):
-        compare(
-            model, piece, caches, tallies, expected=None if others is None else others.rows(number), fed=fed
-        )
-        times = times or step_ms(model, caches)
-    errors: dict[CacheFormat, list[float]] = {}
+    own = {f: CacheReader(model, f.make_cache(model, reserved)) for f in (REFERENCE, *measured)}
+    named: list[Format] = [*own, *theirs]
+    readers: list[Reader] = [*own.values(), *theirs.values()]
+    prefill, decode = read_legs(readers, text, decoded, others=others, fed=fed)
+    errors: dict[Format, list[float]] = {REFERENCE: [0.0] * len(layers)}
     for split in splits:
         assert isinstance(model, Decoder)
         exact = CacheFormat(0, bias_split=split).make_cache(model, len(first[:LAYER_TOKENS]))
-        own = {f: cache for f, cache in zip(measured, caches[1:], strict=True) if f.bias_split == split}
-        errors |= zip(
-            own, layer_errors(model, first[:LAYER_TOKENS], exact, list(own.values()), fed=fed), strict=True
-        )
+        caches = {f: own[f].cache for f in measured if f.bias_split == split}
+        found = layer_errors(model, first[:LAYER_TOKENS], exact, list(caches.values()), fed=fed)
+        errors |= zip(caches, found, strict=True)
+    hits: dict[Format, list[bool]] = {f: answer_after_hit(model, f, recall, fed=fed) for f in own}
     results = [
         FormatResult(
             format=f,
-            bytes_per_token=f.bytes_per_token(model),
-            ms_per_token=ms,
-            figures=tally.figures(),
-            layer_errors=errors.get(f, [0.0] * len(layers)),
-            recalled=[right for dialogue in recall for right in answer(model, cache, dialogue, fed=fed)],
-            after_hit=answer_after_hit(model, f, recall, fed=fed),
+            bytes_per_token=round(reader.nbytes / reserved),
+            prefill=chunks.figures(),
+            decode=singles.figures(),
+            layer_errors=errors.get(f, []),
+            recalled=[right for dialogue in recall for right in answer(reader, dialogue, fed=fed)],
+            after_hit=hits.get(f, []),
         )
-        for f, cache, ms, tally in zip((REFERENCE, *measured), caches, times, tallies, strict=True)
+        for f, reader, chunks, singles in zip(named, readers, prefill, decode, strict=True)
     ]
-    by_format = {result.format: result for result in results}
+    by_format: dict[object, FormatResult] = {result.format: result for result in results}
     return Report(
         model=name,
         dtype=str(model.dtype).removeprefix("mlx.core."),
         text=text,
+        reserved=reserved,
+        prompt=len(first) - 1 - decoded,
         reference=results[0],
         compared_with="" if others is None else str(others.path),
-        results=[by_format[f] for f in formats],
+        results=[by_format[f] for f in (*formats, *theirs)],
         environment=environment(),
     )
 
@@ -134,6 +152,8 @@ def figures_json(report: Report) -> dict[str, Any]:
         "model": report.model,
         "dtype": report.dtype,
         "text": {"name": text.name, "tokens": text.tokens, **pieces},
+        "reserved_tokens": report.reserved,
+        "prompt_tokens": report.prompt,
         **asdict(report.environment),
         "compared_with": report.compared_with or None,
         "layer_tokens": len(text.pieces[0][:LAYER_TOKENS]),
@@ -144,6 +164,10 @@ def figures_json(report: Report) -> dict[str, Any]:
 
 def _result_json(result: FormatResult) -> dict[str, Any]:
     cache = result.format
+    legs = {
+        name: {figure: _finite(value) for figure, value in asdict(figures).items()}
+        for name, figures in result.legs.items()
+    }
     return {
         "format": cache.label,
         "flags": cache.flags,
@@ -151,8 +175,7 @@ def _result_json(result: FormatResult) -> dict[str, Any]:
         "group": cache.kv_group_size if cache.kv_bits else None,
         "bias_split": cache.bias_split,
         "bytes_per_token": result.bytes_per_token,
-        "ms_per_token": _finite(round(result.ms_per_token, 4)),
-        **{name: _finite(value) for name, value in asdict(result.figures).items()},
+        **legs,
         "layer_attention_errors": [_finite(error) for error in result.layer_errors],
         "recall": {"right": sum(result.recalled), "asked": len(result.recalled)},
         "recall_after_hit": {"right": sum(result.after_hit), "asked": len(result.after_hit)},

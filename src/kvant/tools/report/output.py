@@ -12,15 +12,17 @@ from rich.text import Text as Line
 
 from kvant.errors import KvantError
 from kvant.tools.drawing import COLORS, drawing, plain
-from kvant.tools.report.measure import Report
+from kvant.tools.report.divergence import Figures
+from kvant.tools.report.measure import LEGS, FormatResult, Report
+from kvant.tools.report.mlx_lm_reader import MLX_LM
 from kvant.tools.report.tune import Row
 
 CAPTION = (
     "KLD: nats, of the distribution without quantization against the format's. Top-1: the same likeliest "
-    "token. "
-    "Layer: the largest relative error of a layer's attention, given that layer's own inputs."
+    "token. Layer: the largest relative error of a layer's attention, given that layer's own inputs. Bytes: "
+    "of the cache, divided by the tokens it is reserved for."
 )
-RECALL = " Recall: answers exact in every token, of those asked."
+RECALL = "Recall: answers exact in every token, of those asked."
 BESIDE = 0.03  # of the axis' width: formats of the same bytes are drawn so far apart
 
 
@@ -36,8 +38,7 @@ def describe(report: Report) -> list[str]:
         f"{report.model} on {text.name}: {text.tokens} tokens{pieces}{left_out}",
         f"{environment.device}, {environment.cores} cores, {environment.system}; "
         f"kvant {environment.versions['kvant']}, MLX {environment.versions['mlx']}, BLAS: {environment.blas}",
-        f"{compared} 0: a cache that is not quantized, {report.dtype}; decode times with "
-        f"{len(text.pieces[0])} tokens",
+        f"{compared} 0: a cache that is not quantized, {report.dtype}; {report.reserved} tokens reserved",
         *(
             []
             if report.reference.layer_errors
@@ -46,43 +47,57 @@ def describe(report: Report) -> list[str]:
     ]
 
 
-def table(report: Report) -> Table:
-    results = [report.reference, *(r for r in report.results if r.format != report.reference.format)]
-    asked = len(report.reference.recalled)
+def tables(report: Report) -> list[Table]:
+    """One of each leg: tokens read in chunks, and tokens read one by one behind them."""
+    results = [report.reference, *(r for r in report.results if r is not report.reference)]
+    return [_prefill(report, results), _decode(report, results)]
+
+
+FIGURES = ("per-\nplexity", "mean\nKLD", "median\nKLD", "p99\nKLD", "p99.9\nKLD", "top-1\n%")
+
+
+def _prefill(report: Report, results: Sequence[FormatResult]) -> Table:
+    count = report.reference.prefill.positions
+    made = _table(
+        f"Prefill: {count} predictions, read in chunks", (*FIGURES, "layer\nerror", "bytes a\ntoken")
+    )
     broken = [
-        f"{r.format.label}: {r.figures.non_finite} of {r.figures.positions} predictions are not finite"
+        f"{r.format.label}: {figures.non_finite} of {figures.positions} predictions are not finite ({leg})"
         for r in results
-        if r.figures.non_finite
+        for leg, figures in r.legs.items()
+        if figures.non_finite
     ]
+    made.caption = Line("\n".join([CAPTION, *broken]))
+    for result in results:
+        quantized = result is not report.reference and result.layer_errors
+        error = _small(max(result.layer_errors)) if quantized else "-"
+        cells = _cells(report, result, result.prefill)
+        made.add_row(Line(result.format.label), *cells, error, str(result.bytes_per_token))
+    return made
+
+
+def _decode(report: Report, results: Sequence[FormatResult]) -> Table:
+    count, asked = report.reference.decode.positions, len(report.reference.recalled)
+    title = f"Decode: {count} predictions, read one by one behind {report.prompt} tokens"
+    made = _table(title, (*FIGURES, *["recall"] * bool(asked)))
     hits = ", ".join(
         f"{r.format.label} {sum(r.after_hit)}/{len(r.after_hit)}" for r in results if r.after_hit
     )
     hits = f"Recall of what was read from shared pages: {hits}." if hits else ""
-    columns = (
-        "per-\nplexity",
-        "mean\nKLD",
-        "p99\nKLD",
-        "top-1\n%",
-        "layer\nerror",
-        "bytes a\ntoken",
-        "ms a\ntoken",
-    )
-    made = _table("Quality by cache format", (*columns, *["recall"] * bool(asked)))
-    made.caption = Line("\n".join([CAPTION + RECALL * bool(asked), *filter(None, [hits]), *broken]))
+    made.caption = Line("\n".join(filter(None, [RECALL * bool(asked), hits])))
     for result in results:
-        figures, exact = result.figures, result.format.kv_bits == 0 and not report.compared_with
-        made.add_row(
-            Line(result.format.label),
-            f"{figures.perplexity:.4f}" if figures.perplexity < 1e5 else f"{figures.perplexity:.3e}",
-            "-" if exact else _small(figures.mean_kld_nats),
-            "-" if exact else _small(figures.p99_kld_nats),
-            "-" if exact else f"{100 * figures.top1:.2f}",
-            "-" if not result.format.kv_bits or not result.layer_errors else _small(max(result.layer_errors)),
-            str(result.bytes_per_token),
-            f"{result.ms_per_token:.2f}",
-            *([f"{sum(result.recalled)}/{asked}"] if asked else []),
-        )
+        recalled = [f"{sum(result.recalled)}/{asked}"] if asked else []
+        made.add_row(Line(result.format.label), *_cells(report, result, result.decode), *recalled)
     return made
+
+
+def _cells(report: Report, result: FormatResult, figures: Figures) -> list[str]:
+    """Of :data:`FIGURES`; "-" where the reference is compared with itself."""
+    perplexity = f"{figures.perplexity:.4f}" if figures.perplexity < 1e5 else f"{figures.perplexity:.3e}"
+    if result is report.reference and not report.compared_with:
+        return [perplexity, *["-"] * 5]
+    klds = figures.mean_kld_nats, figures.median_kld_nats, figures.p99_kld_nats, figures.p999_kld_nats
+    return [perplexity, *map(_small, klds), f"{100 * figures.top1:.2f}"]
 
 
 def tuning(tried: Sequence[Row]) -> Table:
@@ -97,7 +112,7 @@ def tuning(tried: Sequence[Row]) -> Table:
 def _table(title: str, columns: Sequence[str]) -> Table:
     """Its first column names the format."""
     justified: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
-    made = Table(box=box.SIMPLE_HEAD, title=Line(title), collapse_padding=True, pad_edge=False, **justified)
+    made = Table(box=box.SIMPLE_HEAD, title=Line(title), padding=0, pad_edge=False, **justified)
     made.add_column("format", no_wrap=True)
     for name in columns:
         made.add_column(name, justify="right", no_wrap=True)
@@ -110,32 +125,43 @@ def _small(value: float) -> str:
 
 def plot(report: Report, path: Path) -> None:
     """Draw every format's mean KLD, filled, and its 99th percentile, hollow, over the bytes a token takes."""
-    drawn = [r for r in report.results if 0 < r.figures.mean_kld_nats < math.inf]
+    drawn = [r for r in report.results if all(0 < f.mean_kld_nats < math.inf for f in r.legs.values())]
     if not drawn:
         raise KvantError("there is nothing to draw: no format has a finite KLD above 0")
     caption = "filled: mean; hollow: 99th percentile; formats of the same bytes are drawn side by side"
     left_out = [r.format.label for r in report.results if r not in drawn]
     if left_out:
         caption += f"\nnot drawn, KLD 0 or not finite: {', '.join(left_out)}"
-    # Colors by bits and group, markers by whether the biases are split off.
+    # Colors by bits and group, markers by engine and by whether the biases are split off.
     sizes = [r.bytes_per_token for r in drawn]
-    width, places = (max(sizes) - min(sizes)) or max(sizes), Counter[int]()
+    width = (max(sizes) - min(sizes)) or max(sizes)
     kinds = list(dict.fromkeys((r.format.kv_bits, r.format.kv_group_size) for r in drawn))
-    with drawing(path, 8.0, caption) as figure:
-        axes = figure.subplots()
-        for result in drawn:
-            place = result.bytes_per_token + BESIDE * width * places[result.bytes_per_token]
-            places[result.bytes_per_token] += 1
-            color = COLORS[kinds.index((result.format.kv_bits, result.format.kv_group_size)) % len(COLORS)]
-            marker = "o" if result.format.bias_split else "s"
-            low, high = result.figures.mean_kld_nats, result.figures.p99_kld_nats
-            axes.plot(place, low, marker, color=color, markersize=8, label=result.format.label)
-            if 0 < high < math.inf:
-                axes.plot([place, place], [low, high], color=color, linewidth=1, zorder=1)
-                axes.plot(place, high, marker, color=color, markersize=8, markerfacecolor="white")
-        axes.set_yscale("log")
-        axes.set_xlabel("cache, bytes a token")
-        axes.set_ylabel("KLD, nats")
-        axes.margins(x=0.08)
-        axes.set_title(plain(f"{report.model}: {report.text.tokens:,} tokens of {report.text.name}"))
+    with drawing(path, 9.0, caption) as figure:
+        for axes, leg in zip(figure.subplots(1, 2, sharey=True), LEGS, strict=True):
+            places = Counter[int]()
+            for result in drawn:
+                place = result.bytes_per_token + BESIDE * width * places[result.bytes_per_token]
+                places[result.bytes_per_token] += 1
+                kind = result.format.kv_bits, result.format.kv_group_size
+                color = COLORS[kinds.index(kind) % len(COLORS)]
+                marker = (
+                    "^"
+                    if result.format.label.startswith(MLX_LM)
+                    else "o"
+                    if result.format.bias_split
+                    else "s"
+                )
+                figures = result.legs[leg]
+                low, high = figures.mean_kld_nats, figures.p99_kld_nats
+                label = result.format.label if leg == LEGS[0] else None
+                axes.plot(place, low, marker, color=color, markersize=8, label=label)
+                if 0 < high < math.inf:
+                    axes.plot([place, place], [low, high], color=color, linewidth=1, zorder=1)
+                    axes.plot(place, high, marker, color=color, markersize=8, markerfacecolor="white")
+            axes.set_yscale("log")
+            axes.set_xlabel("cache, bytes a token")
+            axes.margins(x=0.08)
+            axes.set_title(leg)
+        figure.axes[0].set_ylabel("KLD, nats")
+        figure.suptitle(plain(f"{report.model}: {report.text.tokens:,} tokens of {report.text.name}"))
         figure.legend(loc="outside right upper", frameon=False, title="format")

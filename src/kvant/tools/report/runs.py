@@ -1,117 +1,190 @@
-"""Runs of right tokens through caches: predictions compared, answers checked, layers by themselves, steps
-timed.
-"""
+"""Runs of right tokens through caches: predictions compared, answers checked, layers by themselves."""
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import pairwise
-from statistics import median
+from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
 from kvant.cache import AttentionCache, ModelCache
-from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.request import Request
-from kvant.errors import KvantError, LogitsError
+from kvant.errors import KvantError
 from kvant.models import Decoder, LanguageModel
 from kvant.operators.key_transform import KeyTransform
-from kvant.tools.report.divergence import Tally, log_probabilities
+from kvant.tools.report.divergence import Tally, are_finite, log_probabilities
 from kvant.tools.report.formats import CacheFormat
-from kvant.tools.report.texts import Dialogue
+from kvant.tools.report.reference import Reference
+from kvant.tools.report.texts import Dialogue, Text
 
 STEP_SIZE = 512  # tokens fed at a time, as `kvant generate` does
 LOGITS_BYTES = 64 * 1024 * 1024  # logits of one cache at a time; comparing them takes about six times that
-STEPS, ROUNDS = 8, 5  # of a timed decode
 
 Fed = Callable[[int], None]  # called with tokens fed
 
 
-def feed(
-    model: LanguageModel,
-    ids: Sequence[int],
-    cache: ModelCache,
-    *,
-    step_size: int = STEP_SIZE,
-    fed: Fed = lambda _: None,
-) -> Iterator[mx.array]:
-    """Empty a cache and feed it tokens. Yields a decoder's hidden states of each chunk, another model's
-    logits.
+class Reader(Protocol):
+    """A model and the cache through which it reads a text."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def step_size(self) -> int:
+        """The most tokens to read at a time."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache, with the tokens it is reserved for."""
+
+    def reset(self) -> None:
+        """Empty the cache."""
+
+    def read(self, ids: Sequence[int]) -> mx.array:
+        """Read tokens behind those in the cache. Returns (S, D) states, evaluated."""
+
+    def logits(self, states: mx.array) -> mx.array:
+        """(S, D) states -> (S, vocab) logits of the tokens that follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReader:
+    """kvant's model and cache.
 
     A chunk's own keys and values are read back from the cache, quantized, as those before it: the states are
-    those of feeding token by token.
+    those of reading token by token.
     """
-    cache.reset()
-    for first in range(0, len(ids), step_size):
-        chunk = mx.array([ids[first : first + step_size]])
-        if isinstance(model, Decoder):
-            mx.eval(states := model.hidden_states(chunk, cache=cache)[0])
-            cache.commit()
+
+    model: LanguageModel
+    cache: ModelCache
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @property
+    def step_size(self) -> int:
+        """Fewer tokens at a time if the model makes the logits of all of them at once."""
+        return (
+            STEP_SIZE if isinstance(self.model, Decoder) else min(STEP_SIZE, logits_at_once(self.vocab_size))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    def read(self, ids: Sequence[int]) -> mx.array:
+        """Returns a decoder's hidden states, another model's logits."""
+        chunk = mx.array([list(ids)])
+        if isinstance(self.model, Decoder):
+            states = self.model.hidden_states(chunk, cache=self.cache)[0]
+            mx.eval(states)
+            self.cache.commit()
         else:
-            mx.eval(states := model(chunk, cache=cache)[0])
-        fed(chunk.shape[1])
+            states = self.model(chunk, cache=self.cache)[0]
+            mx.eval(states)
+        return states
+
+    def logits(self, states: mx.array) -> mx.array:
+        return self.model.logits(states) if isinstance(self.model, Decoder) else states
+
+
+def logits_at_once(vocab_size: int) -> int:
+    return max(1, LOGITS_BYTES // (4 * vocab_size))  # float32
+
+
+def feed(
+    reader: Reader, ids: Sequence[int], *, step_size: int = STEP_SIZE, fed: Fed = lambda _: None
+) -> Iterator[mx.array]:
+    """Read tokens behind those in the cache. Yields the states of each chunk."""
+    step_size = min(step_size, reader.step_size)
+    for first in range(0, len(ids), step_size):
+        states = reader.read(ids[first : first + step_size])
+        fed(len(states))
         yield states
 
 
 def compare(
-    model: LanguageModel,
-    piece: Sequence[int],
-    caches: Sequence[ModelCache],
+    readers: Sequence[Reader],
+    ids: Sequence[int],
     tallies: Sequence[Tally],
     *,
-    reference: LanguageModel | None = None,
     expected: mx.array | None = None,
     step_size: int = STEP_SIZE,
     fed: Fed = lambda _: None,
 ) -> None:
-    """Feed a piece through all caches, emptied first, and count their predictions after every token.
+    """Read tokens through all caches, behind those in them, and count the predictions after every token.
 
     Args:
-        caches: the first one's predictions are taken for right, unless others are expected.
-        tallies: one for each cache; added to.
-        reference: the model of the first cache; default: ``model``.
-        expected: (N, vocab) log-probabilities after the last N tokens before the very last: no others are
-            compared.
+        readers: the first one's predictions are taken for right, unless others are expected.
+        ids: the last one is predicted, and not read.
+        tallies: one for each reader; added to.
+        expected: (N, vocab) log-probabilities after the last N tokens that are read: no others are compared.
     """
-    models = [reference or model, *[model] * (len(caches) - 1)]
-    step_size = min(_step_size(own, step_size) for own in models)
-    runs = [
-        feed(own, piece, cache, step_size=step_size, fed=fed)
-        for own, cache in zip(models, caches, strict=True)
-    ]
-    most = _logits_at_once(model)
-    place, first = 0, 0 if expected is None else len(piece) - 1 - len(expected)
-    end = len(piece) if expected is None else len(piece) - 1
-    for hidden in zip(*runs, strict=True):
-        for low in range(0, len(hidden[0]), most):
-            skipped = max(0, first - place)
-            states = [own[low : low + most][skipped : end - place] for own in hidden]
-            start, place = place + skipped, place + min(most, len(hidden[0]) - low)
-            if not len(states[0]):
-                continue
-            following = piece[start + 1 : start + len(states[0]) + 1]
-            given = log_probabilities(_logits(models[0], states[0]))
+    step_size = min(step_size, *(reader.step_size for reader in readers))
+    runs = [feed(reader, ids[:-1], step_size=step_size, fed=fed) for reader in readers]
+    first = 0 if expected is None else len(ids) - 1 - len(expected)
+    at_once = logits_at_once(readers[0].vocab_size)
+    start = 0  # of the chunk
+    for chunk in zip(*runs, strict=True):
+        end = start + len(chunk[0])
+        for low in range(max(start, first), end, at_once):
+            high = min(low + at_once, end)
+            states = [own[low - start : high - start] for own in chunk]
+            given = log_probabilities(readers[0].logits(states[0]))
             mx.eval(given)
-            if not mx.isfinite(mx.logsumexp(given, axis=-1)).all().item():
+            if not are_finite(given).all().item():
                 raise KvantError(
                     "without quantization the model's logits are not finite; there is nothing to compare"
                 )
-            right = given if expected is None else expected[start - first :][: len(states[0])]
+            right = given if expected is None else expected[low - first : high - first]
+            following = ids[low + 1 : high + 1]
             tallies[0].add(right, given, following)
-            for own, tally in zip(states[1:], tallies[1:], strict=True):
-                tally.add(right, log_probabilities(_logits(model, own)), following)
+            for reader, own, tally in zip(readers[1:], states[1:], tallies[1:], strict=True):
+                tally.add(right, log_probabilities(reader.logits(own)), following)
+        start = end
 
 
-def answer(
-    model: LanguageModel, cache: ModelCache, dialogue: Dialogue, *, fed: Fed = lambda _: None
-) -> list[bool]:
+def read_legs(
+    readers: Sequence[Reader],
+    text: Text,
+    decoded: int = 0,
+    *,
+    others: Reference | None = None,
+    fed: Fed = lambda _: None,
+) -> tuple[list[Tally], list[Tally]]:
+    """Read a text through all caches, and count the predictions after every token but each piece's last.
+
+    Args:
+        decoded: tokens of the first piece to read one by one, the last that another token follows.
+        others: another engine's predictions of the text, in place of the first reader's.
+
+    Returns:
+        What each reader predicted after tokens that were read in chunks, and after those read one by one.
+    """
+    chunks, singles = ([Tally() for _ in readers] for _ in range(2))
+    for number, piece in enumerate(text.pieces):
+        for reader in readers:
+            reader.reset()
+        single = 0 if number else decoded
+        prompt = len(piece) - 1 - single
+        expected = last = None
+        if others is not None:
+            expected, last = mx.split(rows := others.rows(number), [len(rows) - single])
+        compare(readers, piece[: prompt + 1], chunks, expected=expected, fed=fed)
+        compare(readers, piece[prompt:], singles, expected=last, step_size=1, fed=fed)
+    return chunks, singles
+
+
+def answer(reader: Reader, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
     """Whether each answer would be written greedily: each of its tokens is the likeliest after those
     before it.
     """
-    step_size = _step_size(model, STEP_SIZE)
-    states = mx.concatenate(list(feed(model, dialogue.ids, cache, step_size=step_size, fed=fed)))
-    return _are_right(_logits(model, states), dialogue)
+    reader.reset()
+    states = mx.concatenate(list(feed(reader, dialogue.ids, fed=fed)))
+    return _are_right(reader.logits(states), dialogue)
 
 
 def answer_after_hit(
@@ -123,7 +196,7 @@ def answer_after_hit(
     if not dialogues:
         return []
     most = max(len(dialogue.ids) for dialogue in dialogues)
-    sizes = {"sequences": 1, "max_seq_len": most, "prefill_step_size": _step_size(model, STEP_SIZE)}
+    sizes = {"sequences": 1, "max_seq_len": most, "prefill_step_size": STEP_SIZE}
     pool, right = model.make_pool(2 * most, **sizes, options=cache), []
     for dialogue in dialogues:
         ids, begin = list(dialogue.ids), dialogue.answers[0][0]
@@ -151,20 +224,6 @@ def _are_right(logits: mx.array, dialogue: Dialogue) -> list[bool]:
         likeliest = mx.argmax(own, axis=-1) == mx.array(dialogue.ids[first:last])
         right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(own, axis=-1)).all()).item()))
     return right
-
-
-def _logits(model: LanguageModel, states: mx.array) -> mx.array:
-    """(S, vocab) logits of a piece of what :func:`feed` yields."""
-    return model.logits(states) if isinstance(model, Decoder) else states
-
-
-def _step_size(model: LanguageModel, step_size: int) -> int:
-    """Tokens to feed at a time: fewer if the model makes the logits of all of them at once."""
-    return step_size if isinstance(model, Decoder) else min(step_size, _logits_at_once(model))
-
-
-def _logits_at_once(model: LanguageModel) -> int:
-    return max(1, LOGITS_BYTES // (4 * model.config.vocab_size))  # float32
 
 
 class SideBySide:
@@ -233,36 +292,3 @@ def layer_errors(
             cache.commit()
         fed(chunk.shape[1])
     return [[layer.error(number) for layer in layers] for number in range(len(caches))]
-
-
-def step_ms(model: LanguageModel, caches: Sequence[ModelCache]) -> list[float]:
-    """Median milliseconds of a token through each cache; infinite if no token can be drawn.
-
-    Caches take turns, forwards and backwards: a drift favors none. Each has the same tokens, at least
-    ``STEPS`` + 1.
-    """
-    times: list[list[float]] = [[] for _ in caches]
-    order = list(range(len(caches)))
-    for number in range(1 + ROUNDS):  # the first compiles and fills the processor's caches
-        for index in order:
-            latencies = _decode(model, caches[index])
-            times[index] += latencies if number else []
-        order.reverse()
-    return [median(own) if own else math.inf for own in times]
-
-
-def timing_room(model: LanguageModel) -> int:
-    """Tokens that :func:`step_ms` may feed behind a text; a decoder's cache goes back instead."""
-    return 0 if isinstance(model, Decoder) else (1 + ROUNDS) * (STEPS + 1)
-
-
-def _decode(model: LanguageModel, cache: ModelCache) -> list[float]:
-    if cache.can_trim_to(cache.offset - STEPS - 1):
-        cache.trim(STEPS + 1)
-    scheduler = CacheScheduler(model, cache)
-    request = Request([*scheduler.ids, 0], STEPS + 1, keep_logprobs=True)  # any token takes the same time
-    times = []
-    with suppress(LogitsError):
-        for _ in scheduler.answer([request]):
-            times.append(time.perf_counter())  # noqa: PERF401, those before an error count
-    return [(after - before) * 1e3 for before, after in pairwise(times)]

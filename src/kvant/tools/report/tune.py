@@ -14,9 +14,9 @@ from kvant.cache.options import CacheOptions
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.operators.key_transform import KeyTransform
-from kvant.tools.report.divergence import Figures, Tally
+from kvant.tools.report.divergence import Figures
 from kvant.tools.report.formats import REFERENCE, CacheFormat
-from kvant.tools.report.runs import Fed, compare, feed
+from kvant.tools.report.runs import CacheReader, Fed, feed, read_legs
 from kvant.tools.report.texts import Text
 
 MORE_BITS = 8  # of keys and values that get more than the others
@@ -202,12 +202,13 @@ def measured(
     rows = []
     for start in range(0, len(formats), AT_ONCE):
         some = [*formats.items()][start : start + AT_ONCE]
-        caches = [own.make_cache(model, len(text.pieces[0])) for own in (REFERENCE, *dict(some).values())]
-        tallies = [Tally() for _ in caches]
-        for piece in text.pieces:
-            compare(model, piece, caches, tallies, fed=fed)
-        for (name, own), cache, tally in zip(some, caches[1:], tallies[1:], strict=True):
-            rows.append(Row(name, own.bytes_per_token(model), cache.nbytes, tally.figures()))
+        longest = len(text.pieces[0])
+        readers = [
+            CacheReader(model, own.make_cache(model, longest)) for own in (REFERENCE, *dict(some).values())
+        ]
+        tallies, _ = read_legs(readers, text, fed=fed)
+        for (name, own), reader, tally in zip(some, readers[1:], tallies[1:], strict=True):
+            rows.append(Row(name, own.bytes_per_token(model), reader.cache.nbytes, tally.figures()))
     return rows
 
 
@@ -218,7 +219,9 @@ def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
     for layer in cache.pool.layers:
         watched.append(Watched("watched", layer.transform.bias_split))
         layer.transform = watched[-1]
+    reader = CacheReader(model, cache)
     for piece in text.pieces:
-        for _ in feed(model, piece, cache):
+        reader.reset()
+        for _ in feed(reader, piece):
             pass
     return [Statistics.of(own) for own in watched]
