@@ -13,9 +13,13 @@ import kvant  # noqa: F401  # isort: skip  (before MLX: it loads a faster BLAS)
 
 from kvant.sizes import format_bytes
 from kvant.tools.evidence.measure import figures, shown
+from kvant.tools.report.measure import LEGS
 from kvant.tools.statistics import Spread
 
 REPOSITORY = Path(__file__).parents[1]
+REPORT_HEAD = (
+    "read", "format", "bytes a token", "mean KLD", "median", "p99", "p99.9", "same top-1", "perplexity",
+)  # fmt: skip
 RESULTS = REPOSITORY / "scripts" / "results"
 PAGE = REPOSITORY / "docs" / "evidence.md"
 HEAD = """# Evidence
@@ -49,9 +53,7 @@ def page(results: Path = RESULTS) -> str:
     benches = [
         _bench(name, record) for name, record in recordings if "baseline" in record and "figures" in record
     ]
-    reports = [
-        _report(name, record) for name, record in recordings if "formats" in record and "text" in record
-    ]
+    reports = [_report(name, record) for name, record in recordings if "prompt_tokens" in record]
     sections = (
         "\n## Machines\n",
         *machines,
@@ -124,13 +126,22 @@ def _command(text: str) -> str:
 
 
 def _report(name: str, record: Mapping[str, Any]) -> str:
-    rows = [
-        (each["format"], each["bytes_per_token"], f"{each['mean_kld_nats']:.1e}", f"{each['top1']:.2%}")
-        for each in record["formats"]
-    ]
-    said = f"{record['model']}, {record['text']['tokens']} tokens of {record['text']['name']}, {record['device']}"
-    head = ("format", "bytes a token", "mean KLD", "same top-1")
-    return f"\n### {said}\n\n{_file(name)}\n\n{_table(head, rows)}"
+    rows = []
+    for leg in LEGS:
+        for each in record["formats"]:
+            own = each[leg]
+            klds = [f"{own[f'{figure}_kld_nats']:.1e}" for figure in ("mean", "median", "p99", "p999")]
+            same, perplexity = f"{own['top1']:.2%}", f"{own['perplexity']:.3f}"
+            rows.append((leg, each["format"], each["bytes_per_token"], *klds, same, perplexity))
+    text, first = record["text"], record["reference"]
+    said = f"{record['model']}, {text['tokens']:,} tokens of {text['name']}, {record['device']}"
+    legs = (
+        f"{first['prefill']['positions']:,} predictions are of tokens read in chunks, {first['decode']['positions']:,} "
+        f"of tokens read one by one behind {record['prompt_tokens']:,}; {record['reserved_tokens']:,} tokens reserved, "
+        f"{record['dtype']}, perplexity {first['prefill']['perplexity']:.3f} and {first['decode']['perplexity']:.3f} "
+        "without quantization."
+    )
+    return f"\n### {said}\n\n{_file(name)}: {legs}\n\n{_table(REPORT_HEAD, rows)}"
 
 
 def _file(name: str) -> str:
