@@ -137,8 +137,8 @@ def test_what_a_rank_holds(folder: Path, middle: Ranks) -> None:
     part = load_bridged_stage(folder, middle, range(1, 3))
     with pytest.raises(ModelError, match="llama on several machines takes one sequence at a time"):
         part.make_pool(64, sequences=2)
-    assert {name.split(".")[2] for name in part.held} == {"1", "2"}
-    assert len(part.arrays) == len(part.held)
+    assert {name.split(".")[2] for name in part.weight_names} == {"1", "2"}
+    assert len(part.arrays) == len(part.weight_names)
     assert part.nbytes == part.nbytes_read == sum(array.nbytes for array in part.arrays)
     cache = part.make_cache(64, kv_bits=8)
     held = [layer.nbytes for layer in cache]

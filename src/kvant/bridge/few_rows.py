@@ -26,15 +26,15 @@ class FewRowsLinear(Linear):
         return output + self["bias"] if "bias" in self else output
 
 
-def multiply_few_rows(model: Module, held: Collection[str] | None = None) -> None:
+def multiply_few_rows(model: Module, names: Collection[str] | None = None) -> None:
     """Have linear layers that are worth it multiply so, one after the other.
 
-    ``held``: names of the weights that are here; None: all.
+    ``names``: of the weights that are here; None: all.
     """
     if mx.default_device().type != mx.cpu:
         return
     for name, module in model.named_modules():
-        if type(module) is not Linear or (held is not None and f"{name}.weight" not in held):
+        if type(module) is not Linear or (names is not None and f"{name}.weight" not in names):
             continue
         if module["weight"].size >= FROM_ELEMENTS and serves(module["weight"], module["weight"]):
             module["weight"] = mx.contiguous(module["weight"].T).T

@@ -311,13 +311,15 @@ class _Float32Embedding(QuantizedEmbedding):
 
 
 def evaluate(
-    model: Module, folder: Path, progress: Progress | None, held: Collection[str] | None = None
+    model: Module, folder: Path, progress: Progress | None, names: Collection[str] | None = None
 ) -> None:
-    """Read the weights, those with the names ``held`` or all, and have a CPU turn positions by matrices.
+    """Read the weights, those with these ``names`` or all, and have a CPU turn positions by matrices.
 
     They are read layer by layer, so that only one is held in two forms.
     """
-    layers = [[own[name] for name in own if held is None or name in held] for own in by_layer(model).values()]
+    layers = [
+        [own[name] for name in own if names is None or name in names] for own in by_layer(model).values()
+    ]
     layers = [own for own in layers if own]
     with library_errors(CheckpointError, f"{folder}: MLX does not read its tensors"):
         for done, own in enumerate(layers, start=1):
@@ -325,5 +327,5 @@ def evaluate(
             if progress is not None:
                 progress(done, len(layers))
     layers.clear()  # no weight is held here while another takes its place
-    multiply_few_rows(model, held)
+    multiply_few_rows(model, names)
     rotate_by_matrices(model)

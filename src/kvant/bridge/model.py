@@ -219,12 +219,12 @@ def parameters(module: Module) -> dict[str, mx.array]:
     return dict(found)
 
 
-def bytes_read(model: Module, experts_used: int | None, held: Collection[str] | None = None) -> int:
+def bytes_read(model: Module, experts_used: int | None, names: Collection[str] | None = None) -> int:
     """Bytes of mlx-lm's model that a step of one token reads: of a table that only embeds next to nothing.
 
-    ``experts_used``: of a layer's experts. ``held``: the names of the arrays that count. None: all.
+    ``experts_used``: of a layer's experts. ``names``: of the arrays that count. None: all.
     """
-    arrays = {name: array for name, array in parameters(model).items() if held is None or name in held}
+    arrays = {name: array for name, array in parameters(model).items() if names is None or name in names}
     total = sum(array.nbytes for array in arrays.values())
     has_head = any(name.endswith("lm_head.weight") for name in arrays)
     for path, module in model.named_modules():

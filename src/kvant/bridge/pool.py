@@ -176,8 +176,8 @@ class BridgedCache(ModelCache):
         """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
         super().__init__(pool)
         self._group = kv_group_size
-        held = [entry for number, entry in enumerate(pool.entries) if number not in absent]
-        self._num_states = len(leaves_of(held, State))
+        present = [entry for number, entry in enumerate(pool.entries) if number not in absent]
+        self._num_states = len(leaves_of(present, State))
 
     @property
     def used(self) -> CacheBytes:
@@ -186,14 +186,14 @@ class BridgedCache(ModelCache):
 
     def describe(self) -> list[str]:
         """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
-        held = [layer for layer in self.pool.layers if layer.format.num_kv_heads]
-        kinds = Counter(_described(layer.format, self.max_seq_len, layer.nbytes) for layer in held)
+        present = [layer for layer in self.pool.layers if layer.format.num_kv_heads]
+        kinds = Counter(_described(layer.format, self.max_seq_len, layer.nbytes) for layer in present)
         now = (
             f"state, mlx-lm's own, {format_bytes(self.used.state)}"
             if self.used.state
             else "state, mlx-lm's own"
         )
-        groups = Counter(layer.format.kv_group_size for layer in held if layer.format.kv_bits)
+        groups = Counter(layer.format.kv_group_size for layer in present if layer.format.kv_bits)
         return [
             *(f"{_counted(count)}: {kind}" for kind, count in kinds.items()),
             *([f"{_counted(self._num_states)}: {now}"] if self._num_states else []),

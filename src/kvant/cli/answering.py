@@ -58,14 +58,14 @@ def answer_together(
             group = range(first, min(first + at_once, (number + 1) * n))
             asked.append((question, group))
             needs += [need, *[max(1, need - shared)] * (len(group) - 1)]
-    held = cache_file.tokens_in(file)
+    cached = cache_file.tokens_in(file)
     # the last answer's; what was loaded, twice while it is taken over
-    caches = 0 if file is None else 2 if held else 1
-    pool = _reserve(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=held)
+    caches = 0 if file is None else 2 if cached else 1
+    pool = _reserve(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=cached)
     drafts = drafts_for_pool(session, run, pool)
     cache, rest = None, None
-    if held:
-        cache = session.model.reserve_cache(max(*needs, held), session.settings.cache)
+    if cached:
+        cache = session.model.reserve_cache(max(*needs, cached), session.settings.cache)
         rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
     wanted = [
         TextRequest(

@@ -23,7 +23,7 @@ Handler = Callable[[int, FrameType | None], None]
 _early: Handler | None = None
 _reacted = threading.Event()
 _patience = 0  # above 0: something may take as long as it needs
-_held = 0  # above 0: KeyboardInterrupt waits
+_deferring = 0  # above 0: KeyboardInterrupt waits
 _waiting = False  # one does
 _at_deadline: list[Callable[[], None]] = []  # what is done before the process ends by itself
 
@@ -61,17 +61,17 @@ def patient() -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def deferred() -> Iterator[None]:
     """Ctrl-C inside is a KeyboardInterrupt at the end: something is done whole or not at all. For the main
     thread.
     """
-    global _held, _waiting
-    _held += 1
+    global _deferring, _waiting
+    _deferring += 1
     try:
         yield
     finally:
-        _held -= 1
-        if _waiting and not _held:
+        _deferring -= 1
+        if _waiting and not _deferring:
             _waiting = False
             raise KeyboardInterrupt
 
@@ -101,7 +101,7 @@ def leave(number: int, frame: object) -> NoReturn:
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     global _waiting
     _reacted.set()
-    if _held:
+    if _deferring:
         _waiting = True
     else:
         raise KeyboardInterrupt

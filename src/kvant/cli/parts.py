@@ -81,9 +81,9 @@ def arrange(
     guard.agree(facts | {f"--{name.replace('_', '-')}": repr(value) for name, value in options.items()})
     machines = gather_machines(machine)
     if guard.rank:
-        told = guard.receive()
+        layout = guard.receive()
         return Arranged(
-            told["parallel"], [range(*layers) for layers in told["layers"]], *told["bytes"][guard.rank]
+            layout["parallel"], [range(*layers) for layers in layout["layers"]], *layout["bytes"][guard.rank]
         )
     made = ranks_that_fit(checkpoint, settings, max_kv_size, machines, options["parallel"])
     layers = list(made.layers or ())
@@ -140,6 +140,6 @@ def loader(arranged: Arranged) -> LoadModel:
             return part
         from kvant.ranks.lead import Lead
 
-        return Lead(part, group, guard, interrupts.held)
+        return Lead(part, group, guard, interrupts.deferred)
 
     return load

@@ -228,7 +228,7 @@ class _Builder:
             norm=norm,
             lm_head=lm_head,
             bytes_read=self.tensors.bytes_read,
-            held=(wanted.layers, range(*wanted.share.keys)),
+            slices=(wanted.layers, range(*wanted.share.keys)),
         )
 
     def check_formats(self) -> None:

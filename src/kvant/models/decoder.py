@@ -147,7 +147,7 @@ class DecoderParts:
     norm: mx.array | None  # before the output head; None: another rank has both
     lm_head: Matrix | None  # None: tied to the embedding, or another rank's
     bytes_read: int  # of the model's tensors
-    held: tuple[range, range]  # numbers of the layers and of the key and value heads in the whole model
+    slices: tuple[range, range]  # numbers of the layers and of the key and value heads in the whole model
 
 
 class Decoder(CacheMaker):
@@ -163,7 +163,7 @@ class Decoder(CacheMaker):
         assert parts.norm is not None
         self.config, self.dtype, self.layers = parts.config, parts.dtype, parts.layers
         self.identity: Identity | None = None
-        self._held = parts.held
+        self._slices = parts.slices
         self._rotary = self.config.rope.rotary(self.config.head_dim)
         self._embed_tokens, self._norm, self._lm_head = parts.embed_tokens, parts.norm, parts.lm_head
 
@@ -272,7 +272,7 @@ class Decoder(CacheMaker):
         check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
         biases = [layer.self_attn.qkv_bias if options.bias_split else None for layer in self.layers]
-        held_layers, held_heads = self._held
+        layer_numbers, head_numbers = self._slices
         if options.kv_format is not None:
             options.kv_format.check(self.identity, len(self.all_windows) or len(self.layers))
         formats = [
@@ -287,7 +287,7 @@ class Decoder(CacheMaker):
                 balanced=layer.self_attn.is_balanced,
             )
             for number, layer, bias, window in zip(
-                held_layers, self.layers, biases, self.config.windows, strict=True
+                layer_numbers, self.layers, biases, self.config.windows, strict=True
             )
         ]
         sizes: dict[str, Any] = {
@@ -301,9 +301,9 @@ class Decoder(CacheMaker):
         check_memory(tokens, pool_bytes(formats, **sizes))
         splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
         transforms = []
-        for number, split in zip(held_layers, splits, strict=True):
+        for number, split in zip(layer_numbers, splits, strict=True):
             choice = layer_choice(self.config, options, number, None if split is None else split.pairs)
-            transforms.append(choice.transform(held_heads, self.config.head_dim, split))
+            transforms.append(choice.transform(head_numbers, self.config.head_dim, split))
         return Pool(
             formats,
             transforms,

@@ -55,7 +55,7 @@ def load_bridged_stage(
             f"{folder}: layers {layers.start} to {layers.stop - 1} have {format_bytes(model.nbytes)}; "
             f"this machine has {format_bytes(physical_memory())}"
         )
-    evaluate(module, folder, progress, model.held)
+    evaluate(module, folder, progress, model.weight_names)
     return model
 
 
@@ -86,7 +86,9 @@ class BridgedStageModel(BridgedModel):
         others = {
             name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)
         }
-        self.held = frozenset(parameters(module).keys() - others if leads else own)  # no other weight is read
+        self.weight_names = frozenset(
+            parameters(module).keys() - others if leads else own
+        )  # no other weight is read
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
         self.absent_caches = frozenset(elsewhere if leads else set(range(len(self.entries))) - caches)
@@ -112,11 +114,11 @@ class BridgedStageModel(BridgedModel):
 
     @property
     def nbytes_read(self) -> int:
-        return bytes_read(self.module, self.config.experts_used, self.held)
+        return bytes_read(self.module, self.config.experts_used, self.weight_names)
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for name, array in parameters(self.module).items() if name in self.held]
+        return [array for name, array in parameters(self.module).items() if name in self.weight_names]
 
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
         """Compute the logits on rank 0; elsewhere the hidden states that are sent, (B, S, hidden)."""

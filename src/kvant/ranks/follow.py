@@ -31,16 +31,16 @@ class PlannedBatch(PoolBatch):
         self.embeddings: mx.array | None = None
         self._placed = {}
         self.deferred = DeferredWrites(None)
-        self._tables, self._held = tables, tuple(lengths)
+        self._tables, self._lengths = tables, tuple(lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return (*self._held, *(0,) * (self.rows - len(self._held)))
+        return (*self._lengths, *(0,) * (self.rows - len(self._lengths)))
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         placed = zip(self.pool.groups, self._tables, strict=True)
         self._placed = {
-            group: place_rows(group, tables, self._held, inputs.shape[1]) for group, tables in placed
+            group: place_rows(group, tables, self._lengths, inputs.shape[1]) for group, tables in placed
         }
         self.step = inputs
         return self.lengths

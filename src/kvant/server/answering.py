@@ -228,8 +228,8 @@ class AnswerText:
         if token.finish_reason != "stop":  # an end of text is no part of it
             if self._logprobs:
                 assert token.logprob is not None
-                told = self._told(token.token, token.logprob, token.top_logprobs)
-                self._pending.append(replace(told, place=self._prompt + self._text.length))
+                logprobs = self._token_logprob(token.token, token.logprob, token.top_logprobs)
+                self._pending.append(replace(logprobs, place=self._prompt + self._text.length))
             parts += self._parts.add(self._text.add(token.token))
         if token.finish_reason is not None:
             parts += self._parts.add(self._text.finish())
@@ -261,9 +261,12 @@ class AnswerText:
         decoded += stream.finish()
         # What the tokens say may begin before the text: with a start token, or a space before the first word.
         start = max(0, decoded.find(prompt.text))
-        told = [self._told(prompt.ids[0], None), *(self._told(*other) for other in others)]
+        logprobs = [
+            self._token_logprob(prompt.ids[0], None),
+            *(self._token_logprob(*other) for other in others),
+        ]
         found = []
-        for each, place in zip(told, places, strict=True):
+        for each, place in zip(logprobs, places, strict=True):
             in_text = min(max(0, place - start), self._prompt)
             found.append(replace(each, place=in_text))
         return found
@@ -314,9 +317,14 @@ class AnswerText:
             self._written = max(0, last - rest[0][1])
         return [token for token, start, end in spans if start < last and at < end <= last]
 
-    def _told(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+    def _token_logprob(
+        self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
+    ) -> TokenLogprob:
         written = self._text.token_bytes(token)
-        told = None if logprob is None else max(logprob, LEAST_LOGPROB)
+        logprobs = None if logprob is None else max(logprob, LEAST_LOGPROB)
         return TokenLogprob(
-            written.decode("utf-8", "replace"), told, written, [self._told(*other) for other in top]
+            written.decode("utf-8", "replace"),
+            logprobs,
+            written,
+            [self._token_logprob(*other) for other in top],
         )

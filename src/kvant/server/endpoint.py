@@ -185,13 +185,13 @@ async def together(
     try:
         left = len(tasks)
         while left:
-            told = await queue.get()
-            if isinstance(told, Exception):
-                raise told
-            if told is None:
+            message = await queue.get()
+            if isinstance(message, Exception):
+                raise message
+            if message is None:
                 left -= 1
             else:
-                yield told
+                yield message
     finally:
         await _end(*tasks)
 
@@ -253,15 +253,15 @@ async def _lines(
     """The events of a stream as they are sent."""
     async with aclosing(rest):
         try:
-            for told in encoder.add(first):
-                yield _line(told)
+            for message in encoder.add(first):
+                yield _line(message)
             async with aclosing(_with_pauses(rest)) as events:
                 async for event in events:
                     if event is None:
                         yield b"".join(map(_line, encoder.waiting())) or COMMENT
                         continue
-                    for told in encoder.add(event):
-                        yield _line(told)
+                    for message in encoder.add(event):
+                        yield _line(message)
         except Exception as error:
             if isinstance(error, ApiError):
                 failed = error
@@ -269,8 +269,8 @@ async def _lines(
             else:
                 logger.error("%s: an answer failed after it had begun: %s", request_id, described(error))
                 failed = ApiError("the answer failed; the server's log says why", status=500)
-            for told in encoder.failed(failed, request_id):
-                yield _line(told)
+            for message in encoder.failed(failed, request_id):
+                yield _line(message)
         else:
             yield encoder.done
 
@@ -295,6 +295,6 @@ async def _with_pauses(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Ev
             await _end(coming)
 
 
-def _line(told: dict[str, Any]) -> bytes:
-    name = f"event: {told['type']}\n".encode() if "type" in told else b""
-    return name + b"data: " + msgspec.json.encode(told) + b"\n\n"
+def _line(message: dict[str, Any]) -> bytes:
+    name = f"event: {message['type']}\n".encode() if "type" in message else b""
+    return name + b"data: " + msgspec.json.encode(message) + b"\n\n"

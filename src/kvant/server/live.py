@@ -63,8 +63,8 @@ class Live:
             since = self._generated if known is None else known
             count = max(0, min(self._generated - since, len(self._tokens)))
             new = [self._tokens[i] for i in range(len(self._tokens) - count, len(self._tokens))]
-            told = {"pool": self.facts, "time": self._asked, "generated": self._generated, "tokens": new}
-            return self._state | told
+            changes = {"pool": self.facts, "time": self._asked, "generated": self._generated, "tokens": new}
+            return self._state | changes
 
     def _observe(self, scheduler: Scheduler, tokens: Sequence[Token]) -> None:
         now = time.perf_counter()

@@ -507,9 +507,9 @@ class ChatAnswers(_Answers):
             if any(message["content"]):  # a message has one text: what follows a call begins a new line of it
                 said = "\n" + said
         message[kind].append(said)
-        told = [] if event.thinking else logprobs_content(event.logprobs)
-        self._choices[event.answer]["logprobs"] += told
-        logprobs = {"content": told, "refusal": None} if self._logprobs and not event.thinking else None
+        content = [] if event.thinking else logprobs_content(event.logprobs)
+        self._choices[event.answer]["logprobs"] += content
+        logprobs = {"content": content, "refusal": None} if self._logprobs and not event.thinking else None
         yield self._delta(event.answer, {kind: said}, logprobs=logprobs)
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:

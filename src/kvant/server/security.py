@@ -160,14 +160,14 @@ class Body:
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.parts: list[bytes] = []
-        self.held = 0  # bytes of the parts
+        self.num_bytes = 0  # bytes of the parts
         self.count = 0  # bytes received, with those that were dropped
         self.fits = True  # nothing was dropped
 
     def drop(self) -> int:
         """Drop what was received, and all that follows. Return how many bytes were freed."""
-        freed = self.held
-        self.held = 0
+        freed = self.num_bytes
+        self.num_bytes = 0
         self.fits = False
         self.parts.clear()
         return freed
@@ -178,7 +178,7 @@ class Bodies:
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, self._limits = app, service, service.settings.limits
-        self._held = 0  # bytes of the bodies that requests still need
+        self._num_bytes = 0  # bytes of the bodies that requests still need
         self._coming: set[Body] = set()  # those that have no end yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,7 +207,7 @@ class Bodies:
 
     def _forget(self, body: Body) -> None:
         """Make room for others."""
-        self._held -= body.drop()
+        self._num_bytes -= body.drop()
 
     async def _read(self, headers: Headers, receive: Receive, body: Body) -> None:
         """Read a body whole. It is then the only one of its parts."""
@@ -252,8 +252,8 @@ class Bodies:
                 continue
             if body.count <= self._limits.body_bytes and self._has_room(len(part), body):
                 body.parts.append(part)
-                body.held += len(part)
-                self._held += len(part)
+                body.num_bytes += len(part)
+                self._num_bytes += len(part)
             else:
                 self._forget(body)
 
@@ -263,11 +263,11 @@ class Bodies:
         If there is no room, the largest of the slow bodies are dropped, unless this body is slow itself.
         """
         late = time.monotonic() - self._limits.slow_s
-        while self._held + count > self._limits.all_bodies_bytes:
-            slow = [each for each in self._coming if each.began < late and each.held]
+        while self._num_bytes + count > self._limits.all_bodies_bytes:
+            slow = [each for each in self._coming if each.began < late and each.num_bytes]
             if body.began < late or not slow:
                 return False
-            self._held -= max(slow, key=lambda each: each.held).drop()
+            self._num_bytes -= max(slow, key=lambda each: each.num_bytes).drop()
         return True
 
 

@@ -59,7 +59,7 @@ class AnswerParts:
         self._thinking = None if prompt is None else Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)
         self._format = format if tools else None
-        self._held = ""  # may begin a call, or is one under way
+        self._pending = ""  # may begin a call, or is one under way
         self._space = ""  # whitespace that is text if no call follows
         self._reader: Reader | None = None
         self._called = False  # there was a call
@@ -85,7 +85,7 @@ class AnswerParts:
             elif self._format is None:
                 parts += [TextPart(text)] if text else []
             else:
-                self._held += text
+                self._pending += text
                 last = is_all and place == len(pieces) - 1
                 while self._step(self._format, parts, last):
                     pass
@@ -95,15 +95,15 @@ class AnswerParts:
 
     def _step(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002
         """Take from the held text what is certain. Returns whether there may be more."""
-        if not self._held:
+        if not self._pending:
             return False
         if self._reader is None:
             return self._look(format, parts, is_all)
         try:
-            end = self._reader.end(self._held, is_all)
+            end = self._reader.end(self._pending, is_all)
             if end is None:
                 return False
-            for name, arguments in format.calls(self._held[:end], self._tools):
+            for name, arguments in format.calls(self._pending[:end], self._tools):
                 parts.append(CallPart(name, to_json(arguments)))
         except NoCallError as error:
             self._say(self._take(error.length), parts)
@@ -116,12 +116,12 @@ class AnswerParts:
     def _look(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002
         """Look for a mark that begins calls. Returns whether there is one."""
         marks = format.starts if format.several or not self._called else ()
-        blank = len(self._held) - len(self._held.lstrip())
-        if self._state == "first" and format.first and self._held.startswith(format.first, blank):
+        blank = len(self._pending) - len(self._pending.lstrip())
+        if self._state == "first" and format.first and self._pending.startswith(format.first, blank):
             found = blank
         else:
-            found = min((at for mark in marks if (at := self._held.find(mark)) >= 0), default=-1)
-        head_at = len(self._held)  # the text before it cannot be part of a head
+            found = min((at for mark in marks if (at := self._pending.find(mark)) >= 0), default=-1)
+        head_at = len(self._pending)  # the text before it cannot be part of a head
         is_head = False
         if format.head:
             head_at, is_head = self._find_head(format.head)
@@ -131,8 +131,8 @@ class AnswerParts:
             self._say(self._take(found), parts)
             self._reader = format.reader()
             return True
-        kept = max((overlap(self._held, mark) for mark in marks), default=0)
-        certain = len(self._held) if is_all else min(head_at, len(self._held) - kept)
+        kept = max((overlap(self._pending, mark) for mark in marks), default=0)
+        certain = len(self._pending) if is_all else min(head_at, len(self._pending) - kept)
         self._say(self._take(certain), parts)
         return False
 
@@ -141,28 +141,28 @@ class AnswerParts:
 
         The place is the end of the text if there is no such line, even if more text comes.
         """
-        held = self._held
-        at = held.find(head)
+        pending = self._pending
+        at = pending.find(head)
         while at >= 0:
             start = at + len(head)
-            end = held.find(">", start)
-            name = held[start : end if end >= 0 else None].rstrip()
+            end = pending.find(">", start)
+            name = pending[start : end if end >= 0 else None].rstrip()
             if self._begins_line(at):
                 if end >= 0 and name in self._tools:
                     return at, True
                 if end < 0 and any(tool.startswith(name) for tool in self._tools):
                     return at, False
-            at = held.find(head, start)
-        at = len(held) - overlap(held, head)
-        return at if self._begins_line(at) else len(held), False
+            at = pending.find(head, start)
+        at = len(pending) - overlap(pending, head)
+        return at if self._begins_line(at) else len(pending), False
 
     def _begins_line(self, at: int) -> bool:
         """Return whether a place of the held text is the start of a line, or of the answer."""
-        before = self._held[at - 1] if at else self._space[-1:]
+        before = self._pending[at - 1] if at else self._space[-1:]
         return before == "\n" or (not at and self._state != "text" and not self._space)
 
     def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
+        taken, self._pending = self._pending[:length], self._pending[length:]
         return taken
 
     def _say(self, text: str, parts: list[Part]) -> None:

@@ -48,28 +48,28 @@ class StopText:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
-        self._held = ""
+        self._pending = ""
         self.found: str | None = None  # the stop string that ended the text
 
     def add(self, text: str) -> str:
         """Take text; return what is now certain. It may be empty."""
         if self.found is not None:
             return ""
-        text = self._held + text
+        text = self._pending + text
         # The one that ends first, whatever pieces the text comes in; of several the longest.
         places = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if places:
             _, at, self.found = min(places)
-            self._held = ""
+            self._pending = ""
             return text[:at]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def finish(self) -> str:
         """Return what was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def overlap(text: str, stop: str) -> int:

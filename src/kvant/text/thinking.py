@@ -62,7 +62,7 @@ class Thinking:
         self._marks = marks
         opened = marks.opened_by(prompt)
         self._state = "thinking" if opened else "before"
-        self._held = ""  # may be a part of a mark, or line breaks before one
+        self._pending = ""  # may be a part of a mark, or line breaks before one
         self._after_mark = opened
 
     @classmethod
@@ -75,7 +75,7 @@ class Thinking:
         """Take the next piece of the answer; return what is certain: (is it thinking, text), no text
         empty.
         """
-        self._held += text
+        self._pending += text
         pieces: list[tuple[bool, str]] = []
         while self._step(pieces):
             pass
@@ -83,10 +83,10 @@ class Thinking:
 
     def finish(self) -> list[tuple[bool, str]]:
         """What was held back, at the end of the answer."""
-        held, self._held = self._held, ""
+        pending, self._pending = self._pending, ""
         is_thinking = self._state == "thinking"
-        held = held.rstrip("\n") if is_thinking else held
-        return [(is_thinking, held)] if held else []
+        pending = pending.rstrip("\n") if is_thinking else pending
+        return [(is_thinking, pending)] if pending else []
 
     def split(self, text: str) -> tuple[str, str]:
         """All of an answer at once: its thinking and the answer itself."""
@@ -97,22 +97,22 @@ class Thinking:
     def _step(self, pieces: list[tuple[bool, str]]) -> bool:
         """Take from the held text what is certain. Returns whether there may be more."""
         if self._after_mark:
-            self._held = self._held.lstrip("\n")
-            self._after_mark = not self._held
-        if not self._held:
+            self._pending = self._pending.lstrip("\n")
+            self._after_mark = not self._pending
+        if not self._pending:
             return False
         if self._state == "answer":
-            pieces.append((False, self._held))
-            self._held = ""
+            pieces.append((False, self._pending))
+            self._pending = ""
             return False
         return self._before() if self._state == "before" else self._thinking(pieces)
 
     def _before(self) -> bool:
-        text = self._held.lstrip()
+        text = self._pending.lstrip()
         marks = (*self._marks.starts, *self._marks.left_out)
         for mark in marks:
             if text.startswith(mark):
-                self._held, self._after_mark = text[len(mark) :], True
+                self._pending, self._after_mark = text[len(mark) :], True
                 self._state = "thinking" if mark in self._marks.starts else "before"
                 return True
         if any(mark.startswith(text) for mark in marks):
@@ -122,15 +122,15 @@ class Thinking:
 
     def _thinking(self, pieces: list[tuple[bool, str]]) -> bool:
         end = self._marks.end
-        thought, mark, rest = self._held.partition(end)
+        thought, mark, rest = self._pending.partition(end)
         if mark:
             if thought := thought.rstrip("\n"):
                 pieces.append((True, thought))
-            self._held, self._state, self._after_mark = rest, "before", True
+            self._pending, self._state, self._after_mark = rest, "before", True
             return True
-        begun = overlap(self._held, end)
-        certain = self._held[: len(self._held) - begun].rstrip("\n")
+        begun = overlap(self._pending, end)
+        certain = self._pending[: len(self._pending) - begun].rstrip("\n")
         if certain:
             pieces.append((True, certain))
-            self._held = self._held[len(certain) :]
+            self._pending = self._pending[len(certain) :]
         return False

@@ -118,7 +118,7 @@ def _edit(talk: Talk, argument: str) -> None:
 
 def _stats(talk: Talk, argument: str) -> None:
     statistics = talk.statistics
-    lines = [f"conversation: {_held(talk)}"]
+    lines = [f"conversation: {_describe(talk)}"]
     if statistics.last is not None:
         reused = talk.conversation.reused_tokens
         lines.append(
@@ -147,17 +147,17 @@ def _save(talk: Talk, argument: str) -> None:
         except SnapshotError as error:
             raise SnapshotError(f"{argument} is there already, and no conversation: {error}") from error
     talk.conversation.save(path)
-    notice(f"saved {_held(talk)} to {argument} ({format_bytes(path.stat().st_size)})")
+    notice(f"saved {_describe(talk)} to {argument} ({format_bytes(path.stat().st_size)})")
 
 
 def _load(talk: Talk, argument: str) -> None:
     talk.conversation.load(Path(argument).expanduser())
     talk.statistics = RunStatistics()
     asked = _questions(talk)
-    notice(f"loaded {_held(talk)}" + (f"; the last question was: {_start(asked[-1])}" if asked else ""))
+    notice(f"loaded {_describe(talk)}" + (f"; the last question was: {_start(asked[-1])}" if asked else ""))
 
 
-def _held(talk: Talk) -> str:
+def _describe(talk: Talk) -> str:
     return f"{len(talk.conversation.messages)} messages, {talk.conversation.num_tokens} tokens in the cache"
 
 
