@@ -86,9 +86,8 @@ class BridgedStageModel(BridgedModel):
         others = {
             name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)
         }
-        self.weight_names = frozenset(
-            parameters(module).keys() - others if leads else own
-        )  # no other weight is read
+        # no other weight is read
+        self.weight_names = frozenset(parameters(module).keys() - others if leads else own)
         caches = {cache for n in layers for cache in found.caches[n]}
         elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
         self.absent_caches = frozenset(elsewhere if leads else set(range(len(self.entries))) - caches)

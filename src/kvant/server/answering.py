@@ -228,8 +228,8 @@ class AnswerText:
         if token.finish_reason != "stop":  # an end of text is no part of it
             if self._logprobs:
                 assert token.logprob is not None
-                logprobs = self._token_logprob(token.token, token.logprob, token.top_logprobs)
-                self._pending.append(replace(logprobs, place=self._prompt + self._text.length))
+                entry = self._token_logprob(token.token, token.logprob, token.top_logprobs)
+                self._pending.append(replace(entry, place=self._prompt + self._text.length))
             parts += self._parts.add(self._text.add(token.token))
         if token.finish_reason is not None:
             parts += self._parts.add(self._text.finish())
@@ -321,10 +321,10 @@ class AnswerText:
         self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
     ) -> TokenLogprob:
         written = self._text.token_bytes(token)
-        logprobs = None if logprob is None else max(logprob, LEAST_LOGPROB)
+        finite = None if logprob is None else max(logprob, LEAST_LOGPROB)
         return TokenLogprob(
             written.decode("utf-8", "replace"),
-            logprobs,
+            finite,
             written,
             [self._token_logprob(*other) for other in top],
         )
