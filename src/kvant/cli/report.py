@@ -66,10 +66,12 @@ def report(
         ),
     ] = None,
     compare: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            metavar="mlx-lm",
-            help="Measure mlx-lm's caches too, through mlx-lm's model: 8 and 4 bits in groups of 32 and 64.",
+            metavar="mlx-lm|FILE",
+            help="Measure mlx-lm's caches too, through mlx-lm's model: 8 and 4 bits in groups of 32 and 64. "
+            "Or, with --reference, what llama-perplexity wrote to another FILE with a quantized cache. Can "
+            "be repeated.",
         ),
     ] = None,
     plot: Annotated[
@@ -163,10 +165,11 @@ def report(
     for flag, count in (("--tokens", tokens), ("--reserve", reserve)):
         if count is not None and count < LEAST_TOKENS:
             raise BadValueError(f"{flag} is {count}; expected at least {LEAST_TOKENS}")
-    if compare not in (None, MLX_LM):
-        raise BadValueError(f"--compare is {compare!r:.40}; expected {MLX_LM}")
-    if compare is not None and adapter_path is not None:
-        raise BadValueError(f"--compare is {compare}, which reads no --adapter-path; leave one out")
+    paths = [Path(name) for name in compare or () if name != MLX_LM]
+    if paths and reference is None:
+        raise BadValueError(f"--compare {paths[0]} needs --reference; expected {MLX_LM} without it")
+    if compare and adapter_path is not None:
+        raise BadValueError(f"--compare {compare[0]} reads no --adapter-path; leave one out")
     with options.named("--formats"):
         wanted = None if formats is None else parse_formats(formats)
     if kv_format is not None:
@@ -202,9 +205,14 @@ def report(
             drawn = make_samples(
                 tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED
             )
-    others = None
+    others, files = None, []
     if reference is not None:
-        others = read_reference(reference, config.vocab_size, _first_token(tokenizer))
+        others, *files = (
+            read_reference(path, config.vocab_size, _first_token(tokenizer)) for path in (reference, *paths)
+        )
+        for file in files:
+            if file.text.pieces != others.text.pieces:
+                raise KvantError(f"{file.path}: its text is another than that of {reference}")
         read = replace(others.text, pieces=others.text.pieces[: max(1, tokens // len(others.text.pieces[0]))])
         if len(read.pieces[0]) > (limit or math.inf):
             raise KvantError(
@@ -247,7 +255,8 @@ def report(
             reserved=reserve,
             recall=recall,
             others=others,
-            mlx_lm=folder if compare else None,
+            mlx_lm=folder if MLX_LM in (compare or ()) else None,
+            files=files,
             progress=progress.update,
         )
     rows: list[dict[str, Any]] = []

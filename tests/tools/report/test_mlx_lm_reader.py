@@ -114,5 +114,5 @@ def test_the_command() -> None:
     assert found[4]["prefill"]["mean_kld_nats"] > found[2]["prefill"]["mean_kld_nats"] > 0
     printed = call("report", *flags[:-1]).stdout
     assert printed.count(" mlx-lm:4g64 ") == 2  # once in each leg's table
-    assert "expected mlx-lm" in refusal(2, "report", "--compare", "vllm")
+    assert "needs --reference; expected mlx-lm" in refusal(2, "report", "--compare", "vllm")
     assert "leave one out" in refusal(2, "report", "--compare", "mlx-lm", "--adapter-path", "x")

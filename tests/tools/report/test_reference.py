@@ -93,6 +93,30 @@ def test_the_report(pocket: Pocket, file: Path) -> None:
     assert f"predictions of the second half of each piece in {file}" in table.replace("\n", " ")
 
 
+def test_what_another_cache_predicted(pocket: Pocket, text: Text, file: Path, tmp_path: Path) -> None:
+    """A second file, written with kvant's 4-bit cache, is as far from the first as that cache's own row."""
+    path = tmp_path / "q4_0.kld"
+    caches = [pocket[0].make_cache(LENGTH, kv_bits=4, kv_group_size=32) for _ in text.pieces]
+    logits = [
+        np.array(pocket[0](mx.array([piece]), cache=cache)[0])
+        for piece, cache in zip(text.pieces, caches, strict=True)
+    ]
+    write_llama(path, text.pieces, logits)
+    flags = ("--reference", str(file), "--compare", str(path), "--formats", "4g32", "-q")
+    done = call("report", *flags, "--json", "--plot", str(tmp_path / "a.svg"))
+    assert done.returncode == 0, done.stderr
+    own, theirs = json.loads(done.stdout)["formats"]
+    assert (theirs["format"], theirs["bits"], theirs["bytes_per_token"]) == ("q4_0", None, None)
+    for leg in ("prefill", "decode"):
+        assert theirs[leg]["positions"] == own[leg]["positions"]
+        for figure in ("mean_kld_nats", "p99_kld_nats", "perplexity"):
+            assert theirs[leg][figure] == pytest.approx(own[leg][figure], rel=0.1, abs=2e-5)
+    assert "q4_0" in (tmp_path / "a.svg").read_text()  # among those not drawn
+    write_llama(path, text.pieces[::-1], logits)
+    assert "its text is another" in refusal(1, "report", *flags)
+    assert "needs --reference" in refusal(2, "report", "--compare", str(path))
+
+
 def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
     other = tmp_path / "other"

@@ -31,7 +31,8 @@ class Format(Protocol):
         """The flags of the command that uses it."""
 
     @property
-    def kv_bits(self) -> int: ...
+    def kv_bits(self) -> int | None:
+        """None: not known."""
 
     @property
     def kv_group_size(self) -> int | None: ...

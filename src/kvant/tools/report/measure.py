@@ -10,6 +10,7 @@ from kvant.machine import Environment, environment
 from kvant.models import Decoder, LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.tools.report.divergence import Figures
+from kvant.tools.report.file_reader import FileFormat, FileReader
 from kvant.tools.report.formats import REFERENCE, CacheFormat, Format
 from kvant.tools.report.mlx_lm_reader import mlx_lm_readers
 from kvant.tools.report.reference import Reference
@@ -32,7 +33,7 @@ LEAST_TOKENS = 8  # of a first piece, of which both legs have some
 @dataclass(frozen=True, slots=True)
 class FormatResult:
     format: Format
-    bytes_per_token: int  # of the cache, divided by the tokens it is reserved for
+    bytes_per_token: int  # of the cache, divided by the tokens it is reserved for; 0: not known
     prefill: Figures  # of the text read in chunks, against the reference
     decode: Figures  # of the tokens read one by one
     # The attention's relative error in each layer, given that layer's inputs without quantization; zeros for
@@ -71,6 +72,7 @@ def measure(
     recall: Sequence[Dialogue] = (),
     others: Reference | None = None,
     mlx_lm: Path | None = None,
+    files: Sequence[Reference] = (),
     progress: Progress = lambda done, total: None,
 ) -> Report:
     """Measure every format on the text, and on recall questions if there are any.
@@ -82,6 +84,7 @@ def measure(
         recall: those that are longer than the reservation are not asked.
         others: predictions of another engine, which all formats are compared with, on its ``text``.
         mlx_lm: the model's folder, from which mlx-lm loads it, to measure mlx-lm's formats too.
+        files: further predictions of another engine on that text, to compare with ``others``.
         progress: called with (tokens fed, tokens to be fed), through all caches.
     """
     measured = [f for f in formats if f != REFERENCE]
@@ -91,7 +94,11 @@ def measure(
     recall = [dialogue for dialogue in recall if len(dialogue.ids) <= reserved]
     layers = model.layers if isinstance(model, Decoder) else ()
     splits = [s for s in (True, False) if layers and any(f.bias_split == s for f in measured)]
-    theirs = {} if mlx_lm is None else mlx_lm_readers(mlx_lm, model, reserved)
+    theirs: dict[Format, Reader] = {}
+    if mlx_lm is not None:
+        theirs |= mlx_lm_readers(mlx_lm, model, reserved)
+    if others is not None:
+        theirs |= {FileFormat(file.path): FileReader(file, others) for file in files}
 
     done = 0
     total = (text.tokens - len(text.pieces)) * (1 + len(measured) + len(theirs))
@@ -174,7 +181,7 @@ def _result_json(result: FormatResult) -> dict[str, Any]:
         "bits": cache.kv_bits,
         "group": cache.kv_group_size if cache.kv_bits else None,
         "bias_split": cache.bias_split,
-        "bytes_per_token": result.bytes_per_token,
+        "bytes_per_token": result.bytes_per_token or None,
         **legs,
         "layer_attention_errors": [_finite(error) for error in result.layer_errors],
         "recall": {"right": sum(result.recalled), "asked": len(result.recalled)},

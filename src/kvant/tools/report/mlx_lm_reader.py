@@ -11,7 +11,8 @@ import mlx.core as mx
 from kvant.errors import KvantError
 from kvant.models import Decoder, LanguageModel
 from kvant.tools.mlx_lm_model import load_mlx_lm
-from kvant.tools.report.runs import STEP_SIZE, logits_at_once
+from kvant.tools.report.formats import Format
+from kvant.tools.report.runs import STEP_SIZE, Reader, logits_at_once
 
 MLX_LM = "mlx-lm"
 
@@ -116,7 +117,7 @@ class MlxLmReader:
         return total
 
 
-def mlx_lm_readers(folder: Path, model: LanguageModel, reserved: int) -> dict[MlxLmFormat, MlxLmReader]:
+def mlx_lm_readers(folder: Path, model: LanguageModel, reserved: int) -> dict[Format, Reader]:
     """Load the folder's model once, for all formats whose groups divide a head.
 
     On a CPU its quantized weights become the floats that they stand for, as kvant holds them: mlx-lm takes

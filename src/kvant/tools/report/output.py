@@ -72,7 +72,7 @@ def _prefill(report: Report, results: Sequence[FormatResult]) -> Table:
         quantized = result is not report.reference and result.layer_errors
         error = _small(max(result.layer_errors)) if quantized else "-"
         cells = _cells(report, result, result.prefill)
-        made.add_row(Line(result.format.label), *cells, error, str(result.bytes_per_token))
+        made.add_row(Line(result.format.label), *cells, error, str(result.bytes_per_token or "-"))
     return made
 
 
@@ -125,13 +125,17 @@ def _small(value: float) -> str:
 
 def plot(report: Report, path: Path) -> None:
     """Draw every format's mean KLD, filled, and its 99th percentile, hollow, over the bytes a token takes."""
-    drawn = [r for r in report.results if all(0 < f.mean_kld_nats < math.inf for f in r.legs.values())]
+    drawn = [
+        r
+        for r in report.results
+        if r.bytes_per_token and all(0 < f.mean_kld_nats < math.inf for f in r.legs.values())
+    ]
     if not drawn:
         raise KvantError("there is nothing to draw: no format has a finite KLD above 0")
     caption = "filled: mean; hollow: 99th percentile; formats of the same bytes are drawn side by side"
     left_out = [r.format.label for r in report.results if r not in drawn]
     if left_out:
-        caption += f"\nnot drawn, KLD 0 or not finite: {', '.join(left_out)}"
+        caption += f"\nnot drawn, bytes not known, KLD 0 or not finite: {', '.join(left_out)}"
     # Colors by bits and group, markers by engine and by whether the biases are split off.
     sizes = [r.bytes_per_token for r in drawn]
     width = (max(sizes) - min(sizes)) or max(sizes)

@@ -34,6 +34,20 @@ class Reference:
         """(N, vocabulary) float32 log-probabilities after the last tokens of a piece but its very last, N
         of them.
         """
+        found = self._stored(piece)
+        # What is far below the likeliest is raised to one value; llama.cpp leaves it out, too. The rest,
+        # rounded, does not sum to 1.
+        return log_probabilities(mx.where(found > LEAST, found, -math.inf))
+
+    def rows_beside(self, expected: mx.array, piece: int) -> mx.array:
+        """As :meth:`rows`, of the tokens that other predictions of the same piece have not left out."""
+        found = self._stored(piece)
+        kept = mx.where(found > LEAST, found, -math.inf)
+        sums = mx.logsumexp(kept, axis=-1, keepdims=True)
+        return mx.where(expected > -math.inf, found - sums, -math.inf)
+
+    def _stored(self, piece: int) -> mx.array:
+        """(N, vocabulary) float32, as they were rounded."""
         length = len(self.text.pieces[0])
         count, width = _predictions(length), _row_bytes(self.vocabulary)
         with open_given(self.path) as file:
@@ -42,10 +56,7 @@ class Reference:
         rows = mx.array(memoryview(data)).reshape(count, width)  # type: ignore[arg-type]
         factor, least = mx.split(rows[:, :ROW_HEADER].view(mx.float32), 2, axis=1)
         values = rows[:, ROW_HEADER:].view(mx.uint16)[:, : self.vocabulary].astype(mx.float32)
-        found = values * factor + least
-        # What is far below the likeliest is raised to one value; llama.cpp leaves it out, too. The rest,
-        # rounded, does not sum to 1.
-        return log_probabilities(mx.where(found > LEAST, found, -math.inf))
+        return values * factor + least
 
 
 def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:

@@ -1,0 +1,55 @@
+"""A cache format of llama.cpp, whose predictions a file has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from kvant.tools.report.reference import Reference
+from kvant.tools.report.runs import STEP_SIZE, logits_at_once
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """The format of the cache that llama-perplexity had when it wrote a file, which does not say it."""
+
+    path: Path
+    kv_bits: None = None
+    kv_group_size: None = None
+    bias_split: bool = False
+    flags: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.path.stem
+
+
+class FileReader:
+    """Gives a file's predictions in place of reading the text; those that the file lacks are zeros."""
+
+    nbytes = 0  # not known
+
+    def __init__(self, file: Reference, expected: Reference) -> None:
+        """``expected``: what the predictions are compared with."""
+        self.vocab_size = file.vocabulary
+        self.step_size = min(STEP_SIZE, logits_at_once(file.vocabulary))
+        self._file = file
+        self._expected = expected
+        self._piece = -1
+        self._place = 0  # in the piece
+
+    def reset(self) -> None:
+        """Go on to the next piece."""
+        self._piece += 1
+        self._place = 0
+        self._rows = self._file.rows_beside(self._expected.rows(self._piece), self._piece)
+
+    def read(self, ids: Sequence[int]) -> mx.array:
+        lacking = len(self._file.text.pieces[0]) - 1 - len(self._rows)
+        low, high = (max(0, place - lacking) for place in (self._place, self._place + len(ids)))
+        self._place += len(ids)
+        return mx.concatenate([mx.zeros((len(ids) - high + low, self.vocab_size)), self._rows[low:high]])
+
+    def logits(self, states: mx.array) -> mx.array:
+        return states
