@@ -128,14 +128,14 @@ def plot(report: Report, path: Path) -> None:
     drawn = [
         r
         for r in report.results
-        if r.bytes_per_token and all(0 < f.mean_kld_nats < math.inf for f in r.legs.values())
+        if r.format.kv_bits and all(0 < f.mean_kld_nats < math.inf for f in r.legs.values())
     ]
     if not drawn:
-        raise KvantError("there is nothing to draw: no format has a finite KLD above 0")
+        raise KvantError("there is nothing to draw: no quantized format has a finite KLD above 0")
     caption = "filled: mean; hollow: 99th percentile; formats of the same bytes are drawn side by side"
     left_out = [r.format.label for r in report.results if r not in drawn]
     if left_out:
-        caption += f"\nnot drawn, bytes not known, KLD 0 or not finite: {', '.join(left_out)}"
+        caption += f"\nnot drawn (not quantized, unknown bytes, KLD 0 or not finite): {', '.join(left_out)}"
     # Colors by bits and group, markers by engine and by whether the biases are split off.
     sizes = [r.bytes_per_token for r in drawn]
     width = (max(sizes) - min(sizes)) or max(sizes)
