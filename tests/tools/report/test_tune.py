@@ -100,9 +100,7 @@ def test_keys_alone_get_more_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     chosen.write(tmp_path / "tuned.json")
     assert KVFormat.of(tmp_path / "tuned.json") == chosen
     formats = model.make_cache(9, kv_format=tmp_path / "tuned.json").formats
-    assert [own.bits for own in formats] == [
-        {"quant_bit": own.kv_bits, "value_bit": own.value_bits} for own in chosen.layers
-    ]
+    assert [own.bits for own in formats] == [(own.kv_bits, own.value_bits) for own in chosen.layers]
 
 
 def test_statistics_are_numpys(pocket: Pocket, text: Text) -> None:
