@@ -159,7 +159,7 @@ def test_the_plan(small: str, pocket_folder: Path) -> None:
     assert made.arrays >= alone.arrays + own.weights + own.cache
     loaded = kvant.load(small)[0]
     beside = kvant.load("pocket")[0].make_pool(4 * 512, sequences=4, max_seq_len=512)
-    reserved = ModelDrafts(model=loaded).beside(beside).pool.nbytes
+    reserved = ModelDrafts(model=loaded).for_pool(beside).pool.nbytes
     guessed, known = (
         plan(model, max_kv_size=512, settings=replace(settings, sequences=4, draft_model=each), device="cpu")
         for each in (DraftModel(draft), DraftModel(draft, tuple(split_pairs(loaded))))

@@ -122,7 +122,7 @@ def test_an_interruption_ends_all_and_the_scheduler_goes_on(
     def made() -> tuple[Scheduler, list[Request]]:
         draft_by_chance(monkeypatch, 4)
         scheduler, pool = scheduler_of(model, max_batch=4)
-        drafts = ModelDrafts(model=model).beside(pool) if drafting else None
+        drafts = ModelDrafts(model=model).for_pool(pool) if drafting else None
         pools[:] = [pool, drafts.pool] if drafts else [pool]
         options: list[tuple[list[int], int, int]] = [(heldout_ids[:140], 6, 2), ([5, 6], 9, 1)]
         return scheduler, [

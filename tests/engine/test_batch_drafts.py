@@ -88,7 +88,7 @@ def _draft(
     """
     model, draft_model = models
     scheduler, pool = scheduler_of(model, bits, **options)
-    drafts = ModelDrafts(model=draft_model, num_draft_tokens=7).beside(pool)
+    drafts = ModelDrafts(model=draft_model, num_draft_tokens=7).for_pool(pool)
     plain: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
         answer = alone(model, request, bits)

@@ -46,7 +46,7 @@ def _pool(model: LanguageModel, sequences: int, prefill_step_size: int = 512) ->
 
 def _drafts(model: LanguageModel, pool: Pool | ModelCache) -> PooledDrafts:
     own = pool.pool if isinstance(pool, ModelCache) else pool
-    return ModelDrafts(model=model, num_draft_tokens=7).beside(own)
+    return ModelDrafts(model=model, num_draft_tokens=7).for_pool(own)
 
 
 def _proposed(drafters: list[ModelDrafter], counts: list[int]) -> list[list[int]]:

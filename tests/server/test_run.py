@@ -192,7 +192,7 @@ def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatc
     service = server.service
     settings = replace(service.settings, draft=draft, max_kv_size=256, sequences=2)
     pool = make_pool(settings, service.model)
-    drafts = ModelDrafts(model=service.model).beside(pool)
+    drafts = ModelDrafts(model=service.model).for_pool(pool)
     given = drafts if draft == "model" else None
     draft_by_chance(monkeypatch, 1)
     with running(Service(settings, service.model, service.tokenizer, pool, drafts=given)) as found:

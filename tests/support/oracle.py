@@ -152,7 +152,7 @@ def floats(stored: Array, scale: Array | None, quant_bit: int, quant_group: int)
     return quantized * np.repeat(scale.astype(np.float64), quant_group, axis=-1)
 
 
-def for_pool(key: Array, value: Array) -> Array:
+def beside(key: Array, value: Array) -> Array:
     """Stored keys and values (..., last), or their scales, side by side in one array (..., both); bytes
     are bytes.
     """

@@ -9,7 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvant.operators.quantization import FITTED_BITS, quantized_dtype
+from kvant.operators.packing import PACKINGS
+from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, quantized_dtype
 
 DTYPES = {
     "F32": mx.float32,
@@ -182,9 +183,9 @@ class LayerFormat:
             if self != LayerFormat("state", state=self.state):
                 raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
             return
-        if self.value_bits not in ((4, 8) if self.kv_bits else (0,)):
+        if self.value_bits not in (PACKINGS if self.kv_bits else (0,)):
             raise ValueError(f"a layer of {self.kv_bits} bits of keys and {self.value_bits} of values")
-        if self.kv_bits not in (0, 4, 8) or not self.num_kv_heads or not self.head_dim:
+        if self.kv_bits not in QUANT_BITS or not self.num_kv_heads or not self.head_dim:
             raise ValueError(
                 f"a layer of {self.kv_bits} bits, {self.num_kv_heads} kv heads of {self.head_dim}"
             )

@@ -9,9 +9,11 @@ from typing import Any, Self
 from kvant.cache.kv_format import PMX, KVFormat, LayerChoice
 from kvant.errors import ArgumentError
 from kvant.operators.dispatch import KERNELS
+from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, check_quantization
 
 DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
+BITS_IN_WORDS = f"{', '.join(map(str, PACKINGS))}, or 0 for no quantization"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,7 @@ class CacheOptions:
             )
             object.__setattr__(self, "kv_group_size", min(layer.kv_group_size for layer in quantized))
         if type(self.kv_bits) is not int or self.kv_bits not in QUANT_BITS:
-            raise ArgumentError(
-                "kv_bits", f"is {self.kv_bits!r:.80}; expected 8, 4, or 0 for no quantization"
-            )
+            raise ArgumentError("kv_bits", f"is {self.kv_bits!r:.80}; expected {BITS_IN_WORDS}")
         group = DEFAULT_KV_GROUP_SIZE if self.kv_group_size is None else self.kv_group_size
         if type(group) is not int or group < 1:
             raise ArgumentError("kv_group_size", f"is {self.kv_group_size!r:.80}; expected a positive int")

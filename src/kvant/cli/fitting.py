@@ -11,6 +11,7 @@ from kvant.cli.ranks import guard
 from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
 from kvant.models.caches import DEFAULT_RESERVATION
+from kvant.operators.quantization import QUANT_BITS
 from kvant.sizes import format_bytes
 from kvant.tools.plan import (
     AnyCheckpoint,
@@ -230,7 +231,7 @@ def longest_by_bits(
     have.
     """
     found = {}
-    for bits in (0, 8, 4):
+    for bits in QUANT_BITS:
         with suppress(ValueError):
             found[bits] = longest(replace(settings, cache=settings.cache.at(bits)))
     return found

@@ -16,6 +16,7 @@ from kvant.errors import ModelError
 from kvant.files import read_json
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
+from kvant.operators.packing import PACKINGS
 from kvant.weights.imported import imported_models, size_of
 from kvant.weights.known import packaged_models
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 GROUP = 32  # values that share a float16 scale
-CACHE_BITS = (16, 8, 4)
+CACHE_BITS = (16, *PACKINGS)
 MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the hub may say anything
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from kvant.cache.disk import DiskCache
-from kvant.cache.options import CacheOptions
+from kvant.cache.options import BITS_IN_WORDS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cli.defaults import BadValueError as BadValueError  # here for the commands
 from kvant.cli.defaults import Defaults, settings_used, source_of
@@ -171,7 +171,7 @@ class RunOptions:
     # How the cache stores tokens, how many, and how they are read and fed.
     kv_bits: Annotated[
         int | None,
-        typer.Option(help="Bits of a cached key or value: 8, 4, or 0 for no quantization; default: 8."),
+        typer.Option(help=f"Bits of a cached key or value: {BITS_IN_WORDS}; default: 8."),
     ] = None
     kv_group_size: Annotated[
         int | None,

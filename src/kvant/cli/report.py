@@ -13,6 +13,7 @@ from kvant.cli.options import BadValueError
 from kvant.cli.progress import LateProgress
 from kvant.engine.load import POCKET, find_model, load_folder
 from kvant.errors import KvantError
+from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS
 from kvant.text.tokenizer import Tokenizer
 
@@ -314,8 +315,8 @@ def _check_tuning(tune: Path, kv_bits: int | None, max_kld: float | None, format
     """Refuse values out of range, or a file that could not be written."""
     if formats is not None:
         raise BadValueError(f"{formats!r:.40} is to be measured, but --tune measures its own; leave one out")
-    if kv_bits not in (None, 4, 8):
-        raise BadValueError(f"--kv-bits is {kv_bits}; expected 4 or 8")
+    if kv_bits not in (None, *PACKINGS):
+        raise BadValueError(f"--kv-bits is {kv_bits}; expected {' or '.join(map(str, PACKINGS))}")
     if max_kld is not None and not 0 < max_kld < math.inf:
         raise BadValueError(f"--max-kld is {max_kld}; expected more than 0")
     if not tune.parent.is_dir():

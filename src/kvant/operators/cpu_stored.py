@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvant import blas
+from kvant.operators.packing import PACKINGS
 from kvant.operators.paged_rows import Run
 
 FLOAT_BYTES = 4
@@ -36,7 +37,7 @@ class Stored:
     def width(self) -> int:
         """Return the numbers per token."""
         stored = int(self.numbers.shape[-1])
-        return stored * 2 if self.bits == 4 else stored
+        return stored * 8 // self.bits if self.bits else stored
 
     @property
     def groups(self) -> int:
@@ -48,15 +49,8 @@ class Stored:
         them.
         """
         numbers = _join_rows(self.numbers[head], runs)
-        if self.bits == 4:
-            words = numbers.astype(np.uint16)  # the same unpacking as operators.quantization
-            words |= words << 4
-            words &= 0x0F0F
-            words ^= 0x0808
-            numbers = words.view(np.int8)
-            numbers -= 8
-        elif self.bits == 8:
-            numbers = numbers.view(np.int8)
+        if self.bits:
+            numbers = PACKINGS[self.bits].unpack_numpy(numbers)
         elif numbers.dtype == np.float32:
             return numbers
         elif numbers.dtype == np.uint16:  # bfloat16 is the upper half of a float32

@@ -82,6 +82,7 @@ class KernelUse:
             quant_bit=self.quant_bit,
             quant_group=self.quant_group,
             value_dim=self.value_dim,
+            value_bit=self.value_bit,
         )
 
     def __str__(self) -> str:

@@ -2,7 +2,9 @@
 
 import mlx.core as mx
 
-QUANT_BITS = (0, 8, 4)
+from kvant.operators.packing import PACKINGS
+
+QUANT_BITS = (0, *PACKINGS)
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SCALE_DTYPES = (mx.float32, mx.float16)
 MIN_SCALE = 1e-5
@@ -35,7 +37,7 @@ def quantize(
 
     Source: PMX appendix, KV-cache quantization.
     """
-    check_quantization(quant_bit, quant_group, x.shape[-1] if x.ndim else 0, allowed=(8, 4))
+    check_quantization(quant_bit, quant_group, x.shape[-1] if x.ndim else 0, allowed=tuple(PACKINGS))
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"x has dtype {x.dtype}; quantize takes float32, float16 or bfloat16")
     grouped = mx.unflatten(x, -1, (-1, quant_group))  # (..., D) -> (..., D/G, G)
@@ -47,8 +49,7 @@ def quantize(
     quantized = mx.round(grouped / scale)
     if x.dtype != mx.float32:  # in float32 the largest quotient is within an ulp of top and rounds to it
         quantized = mx.clip(quantized, -top, top)
-    stored = _pack_nibbles(quantized) if quant_bit == 4 else quantized.astype(mx.int8).flatten(-2)
-    return stored, scale.squeeze(-1).astype(scale_dtype or x.dtype)
+    return PACKINGS[quant_bit].pack(quantized), scale.squeeze(-1).astype(scale_dtype or x.dtype)
 
 
 def quantize_fitted(x: mx.array, quant_group: int, scale_dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
@@ -71,7 +72,7 @@ def quantize_fitted(x: mx.array, quant_group: int, scale_dtype: mx.Dtype) -> tup
     quantized = mx.minimum(mx.round(quotient), 7.0)
     products, squares = ((quantized * y).sum(axis=-1, keepdims=True) for y in (quotient, quantized))
     scale = first * (products / mx.maximum(squares, 1.0))
-    return _pack_nibbles(quantized), scale.squeeze(-1).astype(scale_dtype)
+    return PACKINGS[FITTED_BITS].pack(quantized), scale.squeeze(-1).astype(scale_dtype)
 
 
 def dequantize(
@@ -101,8 +102,9 @@ def dequantize(
 
     Source: PMX appendix, KV-cache quantization.
     """
-    head_dim = (quantized.shape[-1] if quantized.ndim else 0) * (2 if quant_bit == 4 else 1)
-    check_quantization(quant_bit, quant_group, head_dim, allowed=(8, 4))
+    row = quantized.shape[-1] if quantized.ndim else 0
+    head_dim = row * 8 // quant_bit if quant_bit in PACKINGS else row
+    check_quantization(quant_bit, quant_group, head_dim, allowed=tuple(PACKINGS))
     if quantized.dtype != quantized_dtype(quant_bit):
         raise ValueError(
             f"quantized has dtype {quantized.dtype}; quant_bit {quant_bit} needs {quantized_dtype(quant_bit)}"
@@ -121,7 +123,7 @@ def multiply_scale(quantized: mx.array, scale: mx.array, quant_bit: int, product
     scale's too, for half precision. (A product in bfloat16 rounds the scale: attention's error at 8 bits was
     1.12 to 1.19 times that.)
     """
-    quantized = _unpack_nibbles(quantized) if quant_bit == 4 else mx.view(quantized, mx.int8)
+    quantized = PACKINGS[quant_bit].unpack(quantized)
     # float32 holds the product of a quantized value and a float16 scale exactly (8 + 11 bits). So rounding it
     # to float16 gives the product in float16.
     dtype = mx.float32 if mx.default_device().type == mx.cpu else product_dtype
@@ -153,26 +155,15 @@ def check_quantization(
         )
         expected = f"; expected one of {fitting}" if fitting else ""
         raise ValueError(f"{group} {quant_group} does not divide the head dimension {head_dim}{expected}")
-    if quant_bit == 4 and head_dim % 2:
-        raise ValueError(f"head dimension {head_dim} is odd; 4 bits pack two values in a byte")
+    unit = PACKINGS[quant_bit].unit
+    if head_dim % unit:
+        problem = "odd" if unit == 2 else f"no multiple of {unit}"
+        raise ValueError(
+            f"head dimension {head_dim} is {problem}; {quant_bit} bits pack {unit} values together"
+        )
 
 
 def quantized_dtype(quant_bit: int, value_bit: int = 0) -> mx.Dtype:
     """The dtype of stored quantized values: int8, or uint8 for packed nibbles and for bytes of both kinds."""
-    return mx.uint8 if 4 in (quant_bit, value_bit) else mx.int8
-
-
-def _pack_nibbles(quantized: mx.array) -> mx.array:
-    # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement.
-    # Two bytes are a word, the first of them the low one.
-    words = mx.view((quantized + 8).astype(mx.uint8).flatten(-2), mx.uint16)
-    return (words | (words >> 4)).astype(mx.uint8) ^ mx.array(0x88, mx.uint8)
-
-
-def _unpack_nibbles(packed: mx.array) -> mx.array:
-    # Put the two nibbles of a byte into the two bytes of a 16-bit word. On a little-endian machine (all that
-    # MLX runs on) they are then in the order of the elements. (n ^ 8) - 8 is the nibble n in two's
-    # complement. This takes a half to a third of the time of stacking the two.
-    words = packed.astype(mx.uint16)
-    words = ((words | (words << 4)) & mx.array(0x0F0F, mx.uint16)) ^ mx.array(0x0808, mx.uint16)
-    return mx.view(words, mx.int8) - mx.array(8, mx.int8)  # (..., D/2) -> (..., D)
+    dtypes = {PACKINGS[bits].dtype for bits in (quant_bit, value_bit) if bits}
+    return dtypes.pop() if len(dtypes) == 1 else mx.uint8

@@ -12,6 +12,7 @@ from kvant.operators.kernels.launch import SMALL, Backend, launch
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (8, 16, 32, 64, 128)
+BITS = (0, 8, 4)
 MAX_NEW_TOKENS = 8
 PAGE_SIZE = 128  # rows of a pool's page
 # Of a simdgroup, at most. Each takes 16 registers or more of a thread: Apple's GPUs have 128, NVIDIA's 255.
@@ -190,7 +191,12 @@ def quantize_tokens(
 
 
 def unsupported_reason(
-    query_shape: tuple[int, ...], *, quant_bit: int, quant_group: int, value_dim: int | None = None
+    query_shape: tuple[int, ...],
+    *,
+    quant_bit: int,
+    quant_group: int,
+    value_dim: int | None = None,
+    value_bit: int = 0,
 ) -> str | None:
     """Why the kernel does not take a call; None: it takes it. Any number of heads, kv heads and tokens is
     taken.
@@ -198,6 +204,7 @@ def unsupported_reason(
     Args:
         query_shape: (B, H, S, D).
         value_dim: the width of values; None: D.
+        value_bit: of values; 0: as of keys.
     """
     _, _, S, D = query_shape
     for name, width in (("head_dim", D), ("values of", D if value_dim is None else value_dim)):
@@ -205,6 +212,9 @@ def unsupported_reason(
             return f"{name} {width}; it takes {', '.join(map(str, HEAD_DIMS))}"
     if S > MAX_NEW_TOKENS:
         return f"{S} new tokens; it takes up to {MAX_NEW_TOKENS}"
+    for bits in (quant_bit, value_bit):
+        if bits not in BITS:
+            return f"{bits} bits; it takes {', '.join(map(str, BITS))}"
     if quant_bit and quant_group not in GROUPS:
         return f"groups of {quant_group}; it takes {', '.join(map(str, GROUPS))}"
     return None

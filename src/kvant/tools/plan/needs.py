@@ -14,6 +14,7 @@ from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.cpu_paged_attention import LONG_TOKENS
+from kvant.operators.packing import PACKINGS
 from kvant.operators.paged_rows import tokens_at_once
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES, device_kind, makes_scores
 from kvant.operators.streams import FEW_ROWS, cpu_streams
@@ -170,7 +171,7 @@ def scratch_bytes(
         numbers += SENT_COPIES * hidden
     # Of a cached number: as a float, unpacked, copied beside other sequences', and with its bias.
     splits = config.attention_bias and settings.cache.bias_split
-    forms = (FLOAT32 if on_cpu or splits else itemsize) + (2 if bits == 4 else 0)
+    forms = (FLOAT32 if on_cpu or splits else itemsize) + _unpacked_bytes(bits)
     if not bits:
         forms = (0 if paged is None else 2 * itemsize) + (FLOAT32 if splits and not on_cpu else 0)
     if splits:
@@ -206,6 +207,11 @@ def scratch_bytes(
     rows += GATHERED_COPIES if part is not None and part.divided and not checkpoint.tied else 0
     sampled = logits * rows * FLOAT32 * config.vocab_size
     return int(MARGIN * (numbers * new * sequences * itemsize + waiting + seen + weights + sampled))
+
+
+def _unpacked_bytes(bits: int) -> int:
+    """Bytes of a cached number between its packed form and a float."""
+    return 2 if bits and PACKINGS[bits].unit > 1 else 0
 
 
 def _scores_at_once(new: int, heads: int, tokens: int, *, on_cpu: bool) -> int:
@@ -271,7 +277,7 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         return mask + itemsize * _scores_at_once(new, heads, own, on_cpu=on_cpu) * made
 
     # Of a cached number: as a float, through as much again on a CPU, and unpacked.
-    forms = DEQUANTIZED_COPIES * FLOAT32 if on_cpu else itemsize + (2 if settings.cache.kv_bits == 4 else 0)
+    forms = DEQUANTIZED_COPIES * FLOAT32 if on_cpu else itemsize + _unpacked_bytes(settings.cache.kv_bits)
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:
         scores = max((attend(leaf, new, tokens) for leaf in attention), default=0)
