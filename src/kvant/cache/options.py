@@ -138,11 +138,12 @@ class CacheOptions:
 
     def fitted(self, width: int) -> "CacheOptions":
         """Return the options for heads of this width: without a group size, it becomes one that divides
-        them.
+        them. Raise a ValueError if heads of this width cannot be stored so.
         """
-        if self.kv_group_size is not None:
-            return self
-        return replace(self, kv_group_size=math.gcd(DEFAULT_KV_GROUP_SIZE, width))
+        group = self.kv_group_size or math.gcd(DEFAULT_KV_GROUP_SIZE, width)
+        made = self if group == self.kv_group_size else replace(self, kv_group_size=group)
+        made.check_head(width)
+        return made
 
     def check_head(self, width: int) -> None:
         """Raise a ValueError unless heads of this width can be stored so."""

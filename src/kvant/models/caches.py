@@ -104,11 +104,10 @@ def pool_format(
     """How a layer, with its number in the whole model, stores tokens in a pool. A window no sequence outgrows
     is none.
 
-    At 0 bits they keep ``dtype``. ``pairs``: the rotary pairs of its bias split; None: there is none.
-    ``balanced``: its norms of queries and keys are :func:`kvant.models.key_norms.balance_norms`'.
+    At 0 bits they keep ``dtype``. ``options``: fitted to the heads. ``pairs``: the rotary pairs of its bias
+    split; None: there is none. ``balanced``: its norms of queries and keys are
+    :func:`kvant.models.key_norms.balance_norms`'.
     """
-    options = options.fitted(config.head_dim)
-    options.check_head(config.head_dim)
     choice = layer_choice(config, options, layer, pairs)
     return LayerFormat.of_rows(
         config.num_key_value_heads,
@@ -142,6 +141,7 @@ def pool_size(
     ``split_pairs``: how many rotary pairs each layer's bias split has; None: there is none.
     """
     max_seq_len = longest_sequence(config, tokens, max_seq_len)
+    options = options.fitted(config.head_dim)
     sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
     sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": options.checkpoints, "single": single}
     total = 0

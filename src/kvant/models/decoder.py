@@ -275,6 +275,7 @@ class Decoder(CacheMaker):
         layer_numbers, head_numbers = self._slices
         if options.kv_format is not None:
             options.kv_format.check(self.identity, len(self.all_windows) or len(self.layers))
+        options = options.fitted(self.config.head_dim)
         formats = [
             pool_format(
                 self.config,

@@ -74,7 +74,6 @@ def _decoder_needs(
 ) -> Needs:
     config, count = checkpoint.config, settings.sequences
     settings = replace(settings, cache=settings.cache.fitted(config.head_dim))
-    settings.cache.check_head(config.head_dim)
     if settings.prefill_step_size < 1:
         raise ValueError(f"prefill_step_size is {settings.prefill_step_size}; expected at least 1")
     itemsize = checkpoint.itemsize(on_cpu=on_cpu)
