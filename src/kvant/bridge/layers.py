@@ -305,7 +305,7 @@ class BridgedLayer:
         own, arrays, B = self.layer.format, self.layer.arrays, len(rows.runs)
         form = own.operands
         if rows.new is None:
-            waiting = fitted_tokens(keys, values, arrays, **form, alone=True)
+            waiting = fitted_tokens(keys, values, arrays, **form, unbatched=True)
             self._deferred.add(self.group, self.layer, waiting)
             return waiting
         backend = None if rows.pages is None else self.layer.backend
