@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvant.atomic import atomic_file
 from kvant.errors import CheckpointError, one_line
-from kvant.files import open_file, read_own, user_cache
+from kvant.files import open_file, read_private_record, user_cache
 
 FILE = "digests.json"
 SMALL = 2**20  # bytes; a smaller file is hashed as fast as its digest is looked up
@@ -116,7 +116,7 @@ def _key(path: Path, state: FileState) -> str:
 
 def _remembered() -> dict[str, str]:
     """Return the recorded digests by :func:`_key`; none if other users can write to the record."""
-    read = read_own(_path(), MAX_BYTES)
+    read = read_private_record(_path(), MAX_BYTES)
     if not isinstance(read, dict) or not all(isinstance(digest, str) for digest in read.values()):
         return {}
     return read

@@ -94,7 +94,7 @@ def read_bytes(
 
 
 @contextmanager
-def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterator[BufferedReader]:
+def open_user_file(path: str | Path, error: type[KvantError] = KvantError) -> Iterator[BufferedReader]:
     """Open a regular file that the user named. Links are followed, and ``~`` is the user's home.
 
     A pipe or a device is refused with ``error``, without being opened: a pipe would block.
@@ -112,9 +112,9 @@ def open_given(path: str | Path, error: type[KvantError] = KvantError) -> Iterat
         yield file
 
 
-def read_given(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
-    """Return the content of a file that :func:`open_given` opens; more than ``limit`` bytes are refused."""
-    with open_given(path, error) as file:
+def read_user_file(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
+    """Return the content of a file the user named; more than ``limit`` bytes are refused."""
+    with open_user_file(path, error) as file:
         return _content(file, Path(os.path.expanduser(path)), limit, error)
 
 
@@ -179,7 +179,7 @@ def user_cache() -> Path:
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "kvant"
 
 
-def read_own(path: Path, limit: int) -> Any:
+def read_private_record(path: Path, limit: int) -> Any:
     """Return the JSON of a record in the user's cache, or None if it is missing, cut or writable by
     others.
     """

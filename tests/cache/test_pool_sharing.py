@@ -224,7 +224,7 @@ def test_states_go_with_their_page_and_text() -> None:
         pages.release([page])
         index.keep(digest, Checkpoint(text := as_text(ids, b""), len(text), states=number))
         assert index.checkpoints.states(digest) == number
-        assert [index.kept_behind(before, [first, 2, 5]) for first in (1, 3)] == ([[2], []], [[], [1]])[
+        assert [index.state_lengths(before, [first, 2, 5]) for first in (1, 3)] == ([[2], []], [[], [1]])[
             number
         ]
     assert len(index.pages) == 1  # nobody goes on in a part of a page without states

@@ -167,7 +167,7 @@ def test_remote(monkeypatch: pytest.MonkeyPatch) -> None:
     done = call("plan", "owner/model@main", "--remote", "--json", "--device", "gpu", "--memory", "8GB")
     assert (
         json.loads(done.stdout)["bytes"]["weights"]
-        == Checkpoint.from_facts(raw, untied).loading(on_cpu=False).held
+        == Checkpoint.from_facts(raw, untied).loading(on_cpu=False).resident
     )
 
 

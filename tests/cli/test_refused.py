@@ -18,7 +18,7 @@ from support.command import refusal
 
 from kvant.cli import session
 from kvant.errors import KvantError
-from kvant.files import read_given
+from kvant.files import read_user_file
 
 PROMPTS = [
     {"prompt": "Hello!"},
@@ -246,11 +246,11 @@ def test_a_link_and_a_home_are_followed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "real").write_bytes(b"text")
     (tmp_path / "link").symlink_to("real")
-    assert read_given("~/link", 4) == b"text"
+    assert read_user_file("~/link", 4) == b"text"
     with pytest.raises(KvantError, match="at most 3"):
-        read_given("~/link", 3)
+        read_user_file("~/link", 3)
     with pytest.raises(KvantError, match="nobodyhere"):
-        read_given("~nobodyhere/link", 4)
+        read_user_file("~nobodyhere/link", 4)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_logits_are_bitwise_those_of_a_float_folder(
     assert isinstance(ours, Decoder)
     assert not any(isinstance(matrix, QuantizedMatrix) for matrix in _matrices(ours))
     assert len(_matrices(ours)) == len(_matrices(floats))  # products of another width would round otherwise
-    assert ours.nbytes == read_folder(folder).unpack().loading(on_cpu=True).held  # type: ignore[union-attr]
+    assert ours.nbytes == read_folder(folder).unpack().loading(on_cpu=True).resident  # type: ignore[union-attr]
     steps = [mx.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]), mx.array([[7]]), mx.array([[8, 9]])]
     logits = []
     for model in (ours, floats):
@@ -111,7 +111,7 @@ def test_experts_stay_packed(tmp_path: Path) -> None:
     assert isinstance(unpacked, Decoder)
     kinds = {len(matrix.weight.shape): type(matrix) for matrix in _matrices(unpacked)}
     assert kinds == {2: DenseMatrix, 3: QuantizedMatrix}
-    assert unpacked.nbytes == read_folder(folder).unpack().loading(on_cpu=True).held  # type: ignore[union-attr]
+    assert unpacked.nbytes == read_folder(folder).unpack().loading(on_cpu=True).resident  # type: ignore[union-attr]
     ids = mx.array([[3, 1, 4, 1, 5]])
     assert mx.allclose(packed(ids), unpacked(ids), rtol=1e-4, atol=1e-4)
 

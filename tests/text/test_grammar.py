@@ -261,13 +261,16 @@ def test_a_grammar_is_kept_for_those_with_the_same_salt(
     texts = [grammars.document("regex", f"a{{{number}}}") for number in range(1, 5)]
     monkeypatch.setattr(grammar_module, "KEPT_BYTES", sum(map(len, texts[:2])) + 9)
     made = [grammars.compile_document("regex", text, b"one") for text in texts[:2]]
-    assert [grammars.kept(text, b"one") for text in texts[:2]] == made
+    assert [grammars.compiled(text, b"one") for text in texts[:2]] == made
     assert (
-        grammars.kept(texts[0]) is grammars.kept(texts[0], b"two") is grammars.kept(texts[2], b"one") is None
+        grammars.compiled(texts[0])
+        is grammars.compiled(texts[0], b"two")
+        is grammars.compiled(texts[2], b"one")
+        is None
     )
-    grammars.kept(texts[0], b"one")  # it was used last
+    grammars.compiled(texts[0], b"one")  # it was used last
     third = grammars.compile_document("regex", texts[2], b"one")
-    assert [grammars.kept(text, b"one") for text in texts] == [made[0], None, third, None]
+    assert [grammars.compiled(text, b"one") for text in texts] == [made[0], None, third, None]
     for _ in range(2):  # an answer changes nothing of what is kept
         assert accepts(third, pocket[1].encode("aaa"))
 

@@ -26,7 +26,7 @@ from kvant.tools.plan import Checkpoint
 from kvant.weights.lock import Lock, read_lock, write_lock
 from kvant.weights.reference import COMMIT
 from kvant.weights.reference import REPOSITORY as FORM
-from kvant.weights.snapshot import Verified, git_blob_id, is_wanted, measure
+from kvant.weights.snapshot import Verified, git_blob_id, is_pulled, measure
 
 NAMES = [
     "qwen2.5-0.5b", "qwen2.5-0.5b-4bit", "qwen2.5-1.5b", "qwen2.5-1.5b-4bit", "qwen2.5-7b",
@@ -64,7 +64,7 @@ def test_every_entry_can_be_used() -> None:
         assert model.name == name
         assert FORM.fullmatch(model.repository)
         assert COMMIT.fullmatch(model.revision)
-        assert all(is_wanted(file.name) for file in model.files)
+        assert all(is_pulled(file.name) for file in model.files)
         assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {
             file.name for file in model.files
         }

@@ -45,7 +45,7 @@ class BridgedModel(CacheMaker):
     # numbers of mlx-lm's caches whose layers another process computes
     absent_caches: frozenset[int] = frozenset()
     divided = False  # other ranks hold a part of the model, and of its caches
-    last_token_alone = True  # mlx-lm's models give the logits of every position they are given
+    last_token_separately = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
         self.module, self.config, self.dtype = module, config, dtype
@@ -104,7 +104,7 @@ class BridgedModel(CacheMaker):
 
     def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
         if isinstance(cache, PromptCacheFile):
-            cache = cache.taken(self.reserve_cache)
+            cache = cache.loaded(self.reserve_cache)
         if not isinstance(cache, BridgedCache):
             raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
         if cache.pool.entries != self.entries:

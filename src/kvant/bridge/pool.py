@@ -238,7 +238,7 @@ def make_model_cache(
         absent=absent,
         **further,
     )
-    return BridgedCache(pool, options.wanted_group, absent)
+    return BridgedCache(pool, options.group_size, absent)
 
 
 def reserve(
@@ -335,7 +335,7 @@ def formats_of(
     entries whose layers another process computes; they have no heads here.
     """
     formats: list[LayerFormat] = []
-    if options.wanted_group % 8:
+    if options.group_size % 8:
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     if options.kv_format is not None:
         options.kv_format.check_layers(len(leaves_of(found, Attention)))

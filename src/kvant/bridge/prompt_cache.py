@@ -116,7 +116,7 @@ class PromptCacheLayer(BridgedLayer):
             self.sequence.copy = ref(sequence)  # what it reserves goes with it
         return type(self)(self._cache, sequence, holders=self._holders)
 
-    def _own(self) -> None:
+    def _copy_if_shared(self) -> None:
         """Have memory of its own, before it is changed."""
         if len(self._holders) > 1:
             copy = self._cache.fork()  # which may fail: then the memory is still shared
@@ -141,7 +141,7 @@ class PromptCacheLayer(BridgedLayer):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
-        self._own()
+        self._copy_if_shared()
         self._begin_for(keys.shape[2])
         fetched = super().update_and_fetch(keys, values)
         self._cache.sequence.commit([0] * keys.shape[2])  # what waits is written before the next step
@@ -149,7 +149,7 @@ class PromptCacheLayer(BridgedLayer):
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """The mask of N new tokens: "causal", None or a boolean array."""
-        self._own()
+        self._copy_if_shared()
         self._begin_for(N)
         return super().make_mask(N, return_array, window_size)
 
@@ -183,7 +183,7 @@ class PromptCacheLayer(BridgedLayer):
         for cache in self.sequence.caches:
             if not cache.can_trim_to(length):
                 cache.trim_to(length)  # which says why not
-        self._own()
+        self._copy_if_shared()
         forgotten = self._cache.trim(num_tokens)
         self.offset = self.size()
         return forgotten

@@ -87,7 +87,7 @@ class DiskCache:
             os.close(self._lock_file)
             raise SnapshotError(f"{folder}: cannot be read: {one_line(error)}") from error
         self._jobs.append(())  # what is too much goes
-        self._thread = threading.Thread(target=self._work, name="kvant disk cache", daemon=True)
+        self._thread = threading.Thread(target=self._write_jobs, name="kvant disk cache", daemon=True)
         self._thread.start()
 
     def __contains__(self, name: str) -> bool:
@@ -189,14 +189,14 @@ class DiskCache:
         with open(descriptor, "rb") as file:
             return file.read()
 
-    def _work(self) -> None:
+    def _write_jobs(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
                 if not self._jobs:
                     return
             try:
-                with self._folder_alone():
+                with self._locked_folder():
                     until = time.monotonic() + TURN_S
                     while self._jobs and time.monotonic() < until:
                         self._do(self._jobs[0])
@@ -215,14 +215,14 @@ class DiskCache:
                     self._changed.notify_all()
 
     @contextmanager
-    def _folder_alone(self) -> Iterator[None]:
+    def _locked_folder(self) -> Iterator[None]:
         """Hold the folder. What others did since it was held last is known inside."""
         self._lock()
         try:
             if not os.fstat(self._lock_file).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             if os.pread(self._lock_file, len(self._writer), 0) != self._writer:
-                self._scan(is_held=True)
+                self._scan(is_locked=True)
                 os.pwrite(self._lock_file, self._writer, 0)
             self._make_room(0)
             yield
@@ -244,14 +244,14 @@ class DiskCache:
                     raise BlockingIOError(errno.EAGAIN, "another process holds it", path) from None
             time.sleep(LOCK_RETRY_S)
 
-    def _scan(self, *, is_held: bool = False) -> None:
+    def _scan(self, *, is_locked: bool = False) -> None:
         """Find the files that are there; whoever holds the folder removes those that are half written."""
         found = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
                     continue  # not ours, whatever its name
-                if is_held and PART.fullmatch(entry.name):
+                if is_locked and PART.fullmatch(entry.name):
                     os.unlink(entry.path)
                 elif FILE.fullmatch(entry.name):
                     state = entry.stat(follow_symlinks=False)

@@ -16,7 +16,7 @@ import mlx.core as mx
 from kvant.atomic import atomic_file
 from kvant.cache.identity import Identity
 from kvant.errors import ArgumentError, KvantError, SnapshotError, one_line
-from kvant.files import read_given, unique_keys
+from kvant.files import read_user_file, unique_keys
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.key_transform import KeyTransform
 from kvant.operators.quantization import QUANT_BITS
@@ -107,7 +107,7 @@ class KVFormat:
             )
         try:
             return _parsed(
-                json.loads(read_given(given, MAX_BYTES), object_pairs_hook=unique_keys), str(given)
+                json.loads(read_user_file(given, MAX_BYTES), object_pairs_hook=unique_keys), str(given)
             )
         except (ValueError, RecursionError) as error:
             said = "not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)

@@ -143,12 +143,14 @@ class LayerGroup:
         """Return the shortest length, except 0, that a table has the rows to go back to."""
         return 0
 
-    def take_in(self, digest: bytes, before: bytes, ids: Sequence[int], held: Sequence[mx.array]) -> bool:
+    def take_in(
+        self, digest: bytes, before: bytes, ids: Sequence[int], layer_rows: Sequence[mx.array]
+    ) -> bool:
         """Put a page with these :meth:`page_rows` into the index; return whether there was room for it."""
         if self._room < 1:
             return False
         (page,) = self._take(1)
-        self.put_page(page, held)
+        self.put_page(page, layer_rows)
         self.prefix.put(digest, page, before, ids)
         self.pages.release([page])
         return True
@@ -292,9 +294,9 @@ class LayerGroup:
         """Copy the first rows of a page to another, in all layers."""
         if self.copied is not None:
             self.copied.append((page, to, rows))
-        held = self.page_rows(page, rows)
-        mx.eval(held)  # before the write: MLX would copy the whole array for it
-        self.put_page(to, held)
+        layer_rows = self.page_rows(page, rows)
+        mx.eval(layer_rows)  # before the write: MLX would copy the whole array for it
+        self.put_page(to, layer_rows)
 
     def page_rows(self, page: int, rows: int) -> list[mx.array]:
         """The first rows of a page, of each array of each layer; copies."""
@@ -305,11 +307,11 @@ class LayerGroup:
             for array in layer.arrays
         ]
 
-    def put_page(self, page: int, held: Sequence[mx.array]) -> None:
+    def put_page(self, page: int, layer_rows: Sequence[mx.array]) -> None:
         """Write the first rows of a page, as :meth:`page_rows` gave them."""
         first = page * PAGE_SIZE
         arrays = [array for layer in self.layers for array in layer.arrays]
-        for array, part in zip(arrays, held, strict=True):
+        for array, part in zip(arrays, layer_rows, strict=True):
             array[:, :, first : first + part.shape[2]] = part
 
 

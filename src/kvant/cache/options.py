@@ -119,7 +119,7 @@ class CacheOptions:
         if self.kv_format is not None:
             return self.kv_format.layers[number]
         rotates = self.rotates and can_rotate and self.kv_bits == FITTED_BITS
-        return LayerChoice(self.kv_bits, self.wanted_group, rotates)
+        return LayerChoice(self.kv_bits, self.group_size, rotates)
 
     def of_layer(self, number: int) -> "CacheOptions":
         """Those of a cache of this layer alone."""
@@ -132,7 +132,7 @@ class CacheOptions:
         return replace(self, kv_bits=kv_bits, kv_group_size=group, kv_format=None)
 
     @property
-    def wanted_group(self) -> int:
+    def group_size(self) -> int:
         """The group size before it is fitted to the widths of heads."""
         return self.kv_group_size or DEFAULT_KV_GROUP_SIZE
 

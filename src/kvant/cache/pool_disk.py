@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvant.cache.pool import Pool
 
 VERSION = 1
-Found = TypeVar("Found")
+Parsed = TypeVar("Parsed")
 
 
 class PoolDisk:
@@ -102,7 +102,7 @@ class PoolDisk:
         kind = 255 if group is None else self._groups.index(group)
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
-    def _get(self, group: LayerGroup | None, digest: bytes, parse: Callable[[bytes], Found]) -> Found:
+    def _get(self, group: LayerGroup | None, digest: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:
         """Return what a file has; remove one of something else."""
         name = self._name(group, digest)
         data = self.disk.get(name)

@@ -14,7 +14,7 @@ MOST_COMPARED = 64  # pages that follow the same text, the latest ones
 
 
 @dataclass(slots=True)
-class _Held:
+class _IndexedPage:
     """A page, the digest of the text before it, and the tokens in it."""
 
     page: int
@@ -34,13 +34,13 @@ class PrefixIndex:
         """``checkpoints``: that are kept, at most."""
         self._pages = pages
         self.checkpoints = Checkpoints(checkpoints)
-        self._found: OrderedDict[bytes, _Held] = OrderedDict()  # the least recently used first
+        self._indexed: OrderedDict[bytes, _IndexedPage] = OrderedDict()  # the least recently used first
         self._by_page: dict[int, bytes] = {}
         # of a text's digest, those of the pages that follow it
         self._after: dict[bytes, dict[bytes, None]] = {}
 
     def __contains__(self, digest: bytes) -> bool:
-        return digest in self._found
+        return digest in self._indexed
 
     @property
     def pages(self) -> list[int]:
@@ -50,49 +50,49 @@ class PrefixIndex:
     @property
     def num_idle(self) -> int:
         """Pages that it alone holds."""
-        return sum(self._pages.refcount(held.page) == 1 for held in self._found.values())
+        return sum(self._pages.refcount(held.page) == 1 for held in self._indexed.values())
 
     def put(self, digest: bytes, page: int, before: bytes, ids: Sequence[int]) -> None:
         """Hold a page of all its tokens or of its first, ``ids``, behind the text with the digest ``before``.
 
         Not if there is one of the same text; and once, for the longest text that it was given for.
         """
-        if (other := self._by_page.get(page)) is not None and len(self._found[other].ids) < len(ids):
+        if (other := self._by_page.get(page)) is not None and len(self._indexed[other].ids) < len(ids):
             self._drop(other)
-        if digest not in self._found and page not in self._by_page:
+        if digest not in self._indexed and page not in self._by_page:
             self._pages.share([page])
-            self._found[digest] = _Held(page, before, array("q", ids))
+            self._indexed[digest] = _IndexedPage(page, before, array("q", ids))
             self._by_page[page] = digest
             self._after.setdefault(before, {})[digest] = None
 
     def hold(self, page_hashes: Sequence[bytes]) -> list[int]:
         """The pages of a text that are all in it, held once more."""
-        pages = [self._found[digest].page for digest in page_hashes]
+        pages = [self._indexed[digest].page for digest in page_hashes]
         self._pages.share(pages)
         return pages
 
     def use(self, page_hashes: Sequence[bytes]) -> None:
         """Note that a text was used: its last page before its first, without which it has no use."""
         for digest in reversed(page_hashes):
-            if digest in self._found:
-                self._found.move_to_end(digest)
+            if digest in self._indexed:
+                self._indexed.move_to_end(digest)
 
     def stored_after(self, before: bytes) -> Sequence[int]:
         """The tokens of the page behind a text that was stored last; none: there is no such page."""
         last = next(reversed(self._after.get(before, {})), None)
-        return () if last is None else self._found[last].ids
+        return () if last is None else self._indexed[last].ids
 
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
         """Return the page behind a text that begins with the most of ``ids``, and how many these are."""
         best, most = b"", 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
-            pairs = zip(self._found[digest].ids, ids, strict=False)
+            pairs = zip(self._indexed[digest].ids, ids, strict=False)
             if (alike := sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))) > most:
                 best, most = digest, alike
         if not best:
             return 0, 0
         self.use([best])
-        return self._found[best].page, most
+        return self._indexed[best].page, most
 
     def use_checkpoints(self, text: bytes, *, by_prompt: bool = False) -> None:
         """Note that the checkpoints in a text were used; as :meth:`Checkpoints.use`."""
@@ -103,21 +103,23 @@ class PrefixIndex:
         self.use_checkpoints(made.text)
         for gone in self.checkpoints.keep(digest, made):
             # nobody goes on without states
-            if made.states is not None and len(self._found[gone].ids) < PAGE_SIZE:
+            if made.states is not None and len(self._indexed[gone].ids) < PAGE_SIZE:
                 self._drop(gone)
 
-    def kept_behind(self, before: bytes, ids: Sequence[int]) -> list[int]:
+    def state_lengths(self, before: bytes, ids: Sequence[int]) -> list[int]:
         """How many of the tokens behind a text, fewer than a page, states are kept after; the most first."""
         found = [0] if before in self.checkpoints else []
         for digest in self._after.get(before, {}):
-            own = self._found[digest].ids
+            own = self._indexed[digest].ids
             if digest in self.checkpoints and len(own) < PAGE_SIZE and list(own) == list(ids[: len(own)]):
                 found.append(len(own))
         return sorted(found, reverse=True)
 
     def give_up(self, count: int) -> None:
         """Let ``count`` of the pages that it alone holds become free, or as many as there are."""
-        idle = {digest: None for digest, held in self._found.items() if self._pages.refcount(held.page) == 1}
+        idle = {
+            digest: None for digest, held in self._indexed.items() if self._pages.refcount(held.page) == 1
+        }
         while count and idle:
             needed = self.checkpoints.pages_needed()
             free = list(islice((digest for digest in idle if digest not in needed), count))
@@ -134,7 +136,7 @@ class PrefixIndex:
             self._drop(digest)
 
     def _drop(self, digest: bytes) -> None:
-        held = self._found.pop(digest)
+        held = self._indexed.pop(digest)
         self.checkpoints.drop(digest)
         del self._by_page[held.page]
         after = self._after[held.before]

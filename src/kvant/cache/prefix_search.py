@@ -164,7 +164,7 @@ class PrefixSearch:
         if not self._states:
             alike = 0 if whole_pages else self._alike(before, ids)
             return alike if alike >= FEWEST_COPIED else 0
-        kept = self._main.prefix.kept_behind(before, ids)
+        kept = self._main.prefix.state_lengths(before, ids)
         if not on_disk or self.disk is None:
             here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
             return next(here, None)

@@ -33,7 +33,7 @@ class PromptCacheFile(Sequence[KVCache]):
             raise ValueError(f"{self._path} has not been read: a model that uses it reads it")
         return self._cache
 
-    def taken(self, reserve_cache: ReserveCache) -> ModelCache:
+    def loaded(self, reserve_cache: ReserveCache) -> ModelCache:
         """Return the cache in the file's format, of a model's ``reserve_cache``, with its tokens."""
         if self._cache is None:
             self._cache = self._read(reserve_cache)

@@ -48,7 +48,7 @@ class SequenceCheckpoints:
         for group, table in zip(pool.groups, sequence.tables, strict=True):
             for layer in group.layers if table.moves else ():
                 rows[layer] = sequence.copied_rows(layer, max(table.first, group.first_seen(length)))
-        states = own_copies(sequence.states)
+        states = copy_states(sequence.states)
         mx.eval([*rows.values()], states)
         self._kept[length] = rows, states
         if len(self._kept) > pool.checkpoints:
@@ -78,7 +78,7 @@ class SequenceCheckpoints:
         self._kept = {each: kept for each, kept in self._kept.items() if each <= length}
 
 
-def own_copies(states: Sequence[Arrays]) -> list[Arrays]:
+def copy_states(states: Sequence[Arrays]) -> list[Arrays]:
     """Return copies of states (1, ...): an array may be a part of what a whole step computed."""
     first = mx.array([0])
     return [[None if array is None else array[first] for array in arrays] for arrays in states]

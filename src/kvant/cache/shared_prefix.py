@@ -8,7 +8,7 @@ from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.prefix import as_text, digests, root
-from kvant.cache.sequence_checkpoints import own_copies
+from kvant.cache.sequence_checkpoints import copy_states
 
 if TYPE_CHECKING:
     from kvant.cache.pool_sequence import PoolSequence
@@ -54,7 +54,7 @@ class SharedPrefix:
             if last in group.prefix.checkpoints:
                 group.prefix.use_checkpoints(text)
             elif all(digest in group.prefix for digest in (*pages, last)):
-                states = own_copies(self._sequence.states) if has_states else None
+                states = copy_states(self._sequence.states) if has_states else None
                 mx.eval(states)
                 prompt = len(as_text(self._ids[:asked], salt))
                 group.prefix.keep(last, Checkpoint(text, prompt, is_head, states, pages))

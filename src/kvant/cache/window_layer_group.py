@@ -62,18 +62,18 @@ class WindowLayerGroup(LayerGroup):
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
         self.pages.release(table.pages)
-        table.first, table.pages = max(first, self._first_kept(table, length)), []
+        table.first, table.pages = max(first, self._first_needed(table, length)), []
         table.pages = self._take(pages_for(length - table.start))
 
     def must_defer(self, table: PageTable, length: int, new_tokens: int) -> bool:
         if not table.moves:
             return False
-        first = max(table.start, self._first_kept(table, length))
+        first = max(table.start, self._first_needed(table, length))
         return pages_for(length + new_tokens - first) > table.limit
 
     def advance(self, table: PageTable, start: int, end: int) -> None:
         """Have pages for positions up to ``end``; give back those not seen from 16 before ``start`` on."""
-        first = self._first_kept(table, start)
+        first = self._first_needed(table, start)
         if first > table.start:
             gone = (first - table.start) // PAGE_SIZE
             given_back = table.pages[:gone]
@@ -85,7 +85,7 @@ class WindowLayerGroup(LayerGroup):
         moves = self._window_pages < pages_for(max_tokens)
         return PageTable(first, [*pages], self.limit(max_tokens), moves)
 
-    def _first_kept(self, table: PageTable, length: int) -> int:
+    def _first_needed(self, table: PageTable, length: int) -> int:
         """Return the first row of the first page that a sequence of so many tokens, or 16 fewer, sees."""
         return self.first_seen(max(0, length - SLACK)) // PAGE_SIZE * PAGE_SIZE if table.moves else 0
 

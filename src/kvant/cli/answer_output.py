@@ -119,7 +119,7 @@ class AnswerOutput:
         if statistics.last is not None and not self._json_lines:
             print(flush=True)
         if not self._of_a_file:
-            lines = statistics.lines(self._session, alone=len(self._answers) == 1)
+            lines = statistics.lines(self._session, is_single=len(self._answers) == 1)
             # The prompt, and loading, are the first one's alone.
             terminal.say("\n".join(lines[1:2] if answer.number else lines), self._run.quiet)
         if not self._json_lines and (cut := statistics.cut(answer.question.max_tokens, self._session)):

@@ -19,7 +19,7 @@ from kvant.cli import options
 from kvant.cli.defaults import CONFIGURED, BadValueError, Defaults
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, did_you_mean, one_line
-from kvant.files import read_given
+from kvant.files import read_user_file
 
 FILE = "config.toml"
 MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
@@ -50,7 +50,7 @@ def defaults(command: str) -> Defaults:
     """What the config file and the environment say of a command's flags, and the presets for it."""
     settings = read_settings()
     flags = command_flags(command)
-    place = str(settings.path or f"{wanted_path()}, which is not there,")
+    place = str(settings.path or f"{config_path()}, which is not there,")
     found = Defaults((name for name, _ in flags.values()), checked_presets(settings), place)
     for table in checked_tables(settings, command, flags):
         found.take(table, FILE)
@@ -61,12 +61,12 @@ def defaults(command: str) -> Defaults:
 
 def read_settings() -> Settings:
     """The user's config file; empty settings where there is none."""
-    path = wanted_path()
+    path = config_path()
     if path is None or not (path.exists() or PATH_VARIABLE in os.environ):
         return Settings(None)
     if not path.is_file():
         raise KvantError(f"{PATH_VARIABLE} is {str(path)!r}, which is not a file")
-    data = read_given(path, MAX_BYTES)
+    data = read_user_file(path, MAX_BYTES)
     import tomllib
 
     try:
@@ -84,7 +84,7 @@ def read_settings() -> Settings:
     return Settings(path, raw, tables, presets)
 
 
-def wanted_path() -> Path | None:
+def config_path() -> Path | None:
     """Where the config file is looked for: KVANT_CONFIG, none where that is empty, else the user's folder."""
     named = os.environ.get(PATH_VARIABLE)
     if named is not None:
@@ -187,7 +187,7 @@ def config(
     Top-level keys are flags of generate and chat; serve, plan and report heed those that they have, too.
     [generate], [chat], [serve], [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
     """
-    wanted = wanted_path()
+    wanted = config_path()
     if path:
         print("" if wanted is None else wanted)
         return
@@ -198,4 +198,4 @@ def config(
     if settings.path is None:
         print(f"# {wanted} is not there" if wanted else f"# no file: {PATH_VARIABLE} is empty")
     else:
-        print(f"# {settings.path}\n{read_given(settings.path, MAX_BYTES).decode().rstrip()}")
+        print(f"# {settings.path}\n{read_user_file(settings.path, MAX_BYTES).decode().rstrip()}")

@@ -24,7 +24,7 @@ from kvant.cli import interrupts
 from kvant.cli.defaults import BadValueError
 from kvant.cli.ranks import COMMANDS, LAUNCHER
 from kvant.errors import EXIT_INTERRUPTED, KvantError, did_you_mean, one_line
-from kvant.files import read_given
+from kvant.files import read_user_file
 
 MAX_RANKS, MAX_HOSTS_BYTES = 64, 2**20
 # Below those that a system gives to connections: one of any process could take a rank's port before it
@@ -83,7 +83,7 @@ def launch(
         raise BadValueError(f"{'both' if hostfile else 'neither'} -n and --hostfile; expected one of them")
     if ranks is not None and not 1 <= ranks <= MAX_RANKS:
         raise BadValueError(f"--ranks is {ranks}; expected 1 to {MAX_RANKS}")
-    if words[0] == "generate" and _text_waits():
+    if words[0] == "generate" and _has_input():
         raise BadValueError(
             "standard input reaches no rank; expected the prompt as an argument or with --prompt"
         )
@@ -106,7 +106,7 @@ def launch(
 
 def read_hosts(path: Path) -> list[str]:
     try:
-        raw = json.loads(read_given(path, MAX_HOSTS_BYTES))
+        raw = json.loads(read_user_file(path, MAX_HOSTS_BYTES))
         names = [host["ssh"] for host in (raw["hosts"] if isinstance(raw, dict) else raw)]
     except (KvantError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise BadValueError(f"--hostfile: {path} is no host file: {one_line(error)}") from error
@@ -190,7 +190,7 @@ def _hand_on(writing: int) -> None:
         os.write(writing, b"\n/exit\n")
 
 
-def _text_waits() -> bool:
+def _has_input() -> bool:
     waiting = array.array("i", [0])
     with suppress(OSError):  # no pipe and no file
         fcntl.ioctl(0, termios.FIONREAD, waiting)

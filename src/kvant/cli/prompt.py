@@ -35,13 +35,13 @@ def split_arguments(
     return (words[0] if len(words) == 2 else None), (words[-1] if words else None)
 
 
-def check_first_word(model: str, alone: str | None = None) -> None:
-    """Refuse the first of two arguments, or the only one beside the flag ``alone``, if it is no model."""
+def check_first_word(model: str, flag: str | None = None) -> None:
+    """Refuse the first of two arguments, or the only one beside a flag, if it is no model."""
     hint = "of two arguments the first is the model; a prompt of several words is quoted"
     try:
         find_model(model)
     except ModelError as error:
-        hint = hint if alone is None else f"an argument beside {alone} is the model"
+        hint = hint if flag is None else f"an argument beside {flag} is the model"
         raise type(error)(f"{error}; {hint}") from error
 
 

@@ -14,7 +14,7 @@ from kvant.cli.prompt import MAX_BYTES, standard_input
 from kvant.engine.sampling import OPTIONS, SamplingOptions
 from kvant.errors import ArgumentError, PromptError, did_you_mean, one_line
 from kvant.fields import shown
-from kvant.files import read_given, unique_keys
+from kvant.files import read_user_file, unique_keys
 from kvant.text.prompt import Message
 
 KEYS = ("prompt", "messages", "id", "max_tokens", "stop", "logit_bias", *OPTIONS)
@@ -59,7 +59,7 @@ def read_lines(path: str, sampling: SamplingOptions) -> list[Line]:
     if not path:
         raise BadValueError("--prompts-file is empty; expected a file, or - for standard input")
     name = "standard input" if path == "-" else path
-    data = standard_input() if path == "-" else read_given(path, MAX_BYTES, PromptError)
+    data = standard_input() if path == "-" else read_user_file(path, MAX_BYTES, PromptError)
     found: list[Line] = []
     seen: dict[str | int, str] = {}
     # Not splitlines(): JSON's strings may hold other ends of lines than these.

@@ -234,7 +234,7 @@ def report(
     tried: list[Row] = []
     if tune is not None:
         chooses, read = halves(read)
-        group, bits = wanted[0].wanted_group, kv_bits or DEFAULT_BITS[-1]
+        group, bits = wanted[0].group_size, kv_bits or DEFAULT_BITS[-1]
         with LateProgress("tuning", quiet=quiet) as progress:
             kld = DEFAULT_MAX_KLD if max_kld is None else max_kld
             chosen, tried = tune_format(

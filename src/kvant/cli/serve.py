@@ -15,7 +15,7 @@ from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.session import asked_drafts, bound_memory, drafts_for_pool, follow, load_session
 from kvant.engine.model_drafts import PooledDrafts, check_drafts
 from kvant.errors import KvantError
-from kvant.files import read_given
+from kvant.files import read_user_file
 from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
 from kvant.tools.plan.memory import as_record
@@ -92,7 +92,7 @@ def serve(
     ranks.refuse(run.draft_model, disk_cache=disk_cache)
     follow(run, bounded=True)
     disk = options.disk_cache(disk_cache, disk_cache_size)
-    beside = REQUEST_BYTES + (0 if disk is None else QUEUE_BYTES)
+    other_bytes = REQUEST_BYTES + (0 if disk is None else QUEUE_BYTES)
     settings = Settings(
         model=run.model,
         aliases=tuple(alias or ()),
@@ -117,7 +117,7 @@ def serve(
         def tell(planned: MemoryPlan) -> None:
             """What is known without the weights, and if these say more, what is known with them."""
             if planned.total not in told:
-                say(f"memory: {describe_plan(planned, beside)}")
+                say(f"memory: {describe_plan(planned, other_bytes)}")
             told.add(planned.total)
 
         session = load_session(
@@ -125,7 +125,7 @@ def serve(
             context.obj,
             max_kv_size=wanted,
             sequences=sequences,
-            requests=beside,
+            requests=other_bytes,
             hashes=disk is not None,
             tell=tell,
         )
@@ -159,7 +159,7 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     if path is None:
         return ()
     options.check_text(api_key_file=path)
-    keys = [line.strip() for line in read_given(path, MAX_KEYS_BYTES).splitlines()]
+    keys = [line.strip() for line in read_user_file(path, MAX_KEYS_BYTES).splitlines()]
     if not any(keys):
         raise BadValueError(f"--api-key-file is {path[:200]!r}, which has no key; expected one a line")
     for number, key in enumerate(keys, 1):
@@ -171,8 +171,8 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.decode("ascii") for key in keys if key))
 
 
-def describe_plan(planned: MemoryPlan, beside: int) -> str:
-    """The memory of a server in a line; ``beside`` is for requests, and what is on the way to a disk."""
+def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
+    """Describe a server's memory in a line; ``other_bytes``: for requests, and for writes to disk."""
     parts = {
         "weights": planned.weights,
         "cache": planned.cache,
@@ -181,7 +181,7 @@ def describe_plan(planned: MemoryPlan, beside: int) -> str:
     }
     parts |= {"draft weights": planned.draft_weights, "draft cache": planned.draft_cache}
     # neither is a GPU's memory
-    parts |= {"process": planned.process, "requests": beside if planned.process else 0}
+    parts |= {"process": planned.process, "requests": other_bytes if planned.process else 0}
     total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     return f"{format_bytes(total)} planned at most: {listed}"

@@ -221,13 +221,13 @@ def load_session(
             adapter_path=run.adapter_path,
             process=process,
             load_weights=load_weights,
-            weights=weights_held(checkpoint),
+            weights=weights_format(checkpoint),
         )
         draft_model = None
         if draft_folder is not None and settings.draft_model is not None:
             identity = identify(draft_folder)
             draft_model = load_model(
-                draft_folder, progress.update, weights=weights_held(settings.draft_model.checkpoint)
+                draft_folder, progress.update, weights=weights_format(settings.draft_model.checkpoint)
             )
             draft_model.identity = identity
             pairs = tuple(split_pairs(draft_model))
@@ -259,7 +259,7 @@ def load_session(
     )
 
 
-def weights_held(checkpoint: AnyCheckpoint) -> Weights:
+def weights_format(checkpoint: AnyCheckpoint) -> Weights:
     """How a plan holds quantized weights."""
     return "float32" if isinstance(checkpoint, Checkpoint) and checkpoint.unpacked else "packed"
 

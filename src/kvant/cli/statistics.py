@@ -28,7 +28,7 @@ class RunStatistics:
             return "cut: the model's context is full"
         return "cut: the reserved context is full; --max-kv-size reserves more"
 
-    def lines(self, session: Session, *, alone: bool = True) -> list[str]:
+    def lines(self, session: Session, *, is_single: bool = True) -> list[str]:
         """The statistics, a line each; those of drafts where the answer was computed ``alone``."""
         if self.last is None:
             return ["nothing was generated"]
@@ -42,8 +42,10 @@ class RunStatistics:
         if later and last.drafts is not None:
             # The median would be that of tokens that came together.
             latency = f"latency: {sum(later) / len(later):.2f} ms a token"
-            lines.append(f"{latency}, {last.drafts.tokens_a_step:.2f} tokens a step" if alone else latency)
-            lines += [last.drafts.describe()] if alone else []
+            lines.append(
+                f"{latency}, {last.drafts.tokens_a_step:.2f} tokens a step" if is_single else latency
+            )
+            lines += [last.drafts.describe()] if is_single else []
         elif later:
             median, p95 = (percentile(later, percent) for percent in (50, 95))
             lines.append(f"latency: median {median:.2f} ms, p95 {p95:.2f} ms a token")

@@ -34,22 +34,22 @@ class CacheScheduler(Scheduler):
         self._later: deque[Token] = deque()  # of the last step
         self._last: int | None = None  # handed out last
         # The sequence's step and lengths when it was looked at last.
-        self._found: tuple[object | None, int, int] = (None, 0, 0)
+        self._last_look: tuple[object | None, int, int] = (None, 0, 0)
 
     @property
     def ids(self) -> list[int]:
         """Ids of the tokens that the cache holds."""
-        return self.sequence.ids[: self._kept]
+        return self.sequence.ids[: self._handed_out]
 
     @property
-    def _kept(self) -> int:
+    def _handed_out(self) -> int:
         """Tokens that the cache holds for what was handed out."""
         return self.sequence.length - self.sequence.lookahead
 
     def submit(self, request: Request | RequestState) -> None:
         with self._pool.lock:
             super().submit(request)
-            self.sequence.go_back(self._kept)  # what was left suspended here does not go on
+            self.sequence.go_back(self._handed_out)  # what was left suspended here does not go on
             self._last = None
             self._look()
 
@@ -64,7 +64,7 @@ class CacheScheduler(Scheduler):
             if not self._is_mine:
                 self._end_all()
                 raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
-            kept = self._kept
+            kept = self._handed_out
             try:
                 if not self._later:
                     self._later.extend(super().step())
@@ -121,7 +121,7 @@ class CacheScheduler(Scheduler):
     @property
     def _is_mine(self) -> bool:
         """Whether nobody else used the cache since the last look."""
-        return self._found[0] is self.sequence.step and self._found[1:] == (
+        return self._last_look[0] is self.sequence.step and self._last_look[1:] == (
             self.sequence.length,
             self.sequence.lookahead,
         )
@@ -129,5 +129,5 @@ class CacheScheduler(Scheduler):
     def _look(self, *, go_back: bool = False) -> None:
         """Note how the sequence is; ``go_back``: once it holds only what was handed out."""
         if go_back and self.sequence.lookahead:
-            self.sequence.go_back(self._kept)
-        self._found = (self.sequence.step, self.sequence.length, self.sequence.lookahead)
+            self.sequence.go_back(self._handed_out)
+        self._last_look = (self.sequence.step, self.sequence.length, self.sequence.lookahead)

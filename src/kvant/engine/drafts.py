@@ -153,7 +153,7 @@ class DraftChoice:
         self._level, self._balance, self._steps = START, 0.0, 0
         # Seconds of steps: of one token begun while the one before ran, of one token not so begun, with
         # drafts.
-        self._plain, self._alone, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
+        self._plain, self._serial, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
 
     def count(self, drafter: Drafter, most: int, *, longer: int = 0) -> int:
         """Tokens to draft, at most ``most``; the match may grow by ``longer`` tokens before."""
@@ -172,7 +172,7 @@ class DraftChoice:
             self._plain.append(seconds)
             self._count(0.0)
         else:  # what might have been drafted cost time
-            self._count(min(0.0, 1 - self._cost(self._alone, seconds)))
+            self._count(min(0.0, 1 - self._cost(self._serial, seconds)))
 
     def verified(self, tokens: float, seconds: float | None) -> None:
         """A step with drafts gave so many tokens an answer, in so many seconds; None: they are not known."""

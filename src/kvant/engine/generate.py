@@ -117,7 +117,7 @@ def stream_generate(
         cache = model.reserve_cache(reservation(model, len(ids), max_tokens, max_kv_size), options)
     else:
         cache = model.check_cache(prompt_cache)
-        check_given(cache, kv_bits, kv_group_size, max_kv_size)
+        check_confirmed(cache, kv_bits, kv_group_size, max_kv_size)
     scheduler = CacheScheduler(model, cache, prefill_step_size=prefill_step_size)
     request = Request(
         scheduler.ids + ids,
@@ -134,7 +134,7 @@ def stream_generate(
     return answer if prompt_cache is None else _kept(scheduler, answer)
 
 
-def check_given(
+def check_confirmed(
     cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None
 ) -> None:
     """Refuse what a cache of the caller's is not; None: nothing is said of it."""

@@ -232,7 +232,7 @@ class ModelDrafter(Drafter):
 def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
     """The options of a draft model's cache: the run's, with the largest group that divides its heads too."""
     head_dim = getattr(config, "head_dim", None)
-    group = options.kv_group_size if head_dim is None else math.gcd(options.wanted_group, head_dim)
+    group = options.kv_group_size if head_dim is None else math.gcd(options.group_size, head_dim)
     return replace(options.at(options.kv_bits), kv_group_size=group, checkpoints=0)
 
 

@@ -10,7 +10,7 @@ from kvant.cache.kv_format import KVFormat
 from kvant.cache.prompt_file import PlainCacheFile, PromptCacheFile
 from kvant.engine.request import cache_options, check_count
 from kvant.errors import SnapshotError, one_line
-from kvant.files import open_given
+from kvant.files import open_user_file
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.tensor_header import read_header
 from kvant.threads import check_process
@@ -105,7 +105,7 @@ def load_prompt_cache(
 def _plain_caches(path: Path) -> tuple[list[Any], dict[str, str]] | None:
     """The caches of mlx-lm's file, and its metadata; None: no file of mlx-lm's."""
     try:
-        with open_given(path, SnapshotError) as file:
+        with open_user_file(path, SnapshotError) as file:
             names = read_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError).metadata
     except (SnapshotError, OSError, ValueError):
         return None  # which PromptCacheFile says

@@ -174,7 +174,7 @@ class RequestState:
             room = min(room, MAX_CHUNK)
         end = (start // CHUNK + 1) * CHUNK if self.is_exact else start + room
         end = min(end, self.prefix.next_checkpoint(start))
-        if end == len(self.ids) and model.last_token_alone:
+        if end == len(self.ids) and model.last_token_separately:
             end = max(end - 1, start + 1)
         if self.request.embeddings is not None:  # a chunk has ids or embeddings, not both
             first = len(self.ids) - len(self.request.embeddings)

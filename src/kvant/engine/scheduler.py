@@ -265,7 +265,7 @@ class Scheduler:
         """
         if self._prefilling is not None or self._model.computes_at_once or step.batch.computes_at_once:
             return None
-        if not step.may_look_ahead or self._speculation.may_draft_next():
+        if not step.allows_lookahead or self._speculation.may_draft_next():
             return None
         return begin_lookahead(self._model, self._pool, step, self._running, rows=self._rows)
 

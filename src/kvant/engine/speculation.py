@@ -34,7 +34,7 @@ class SpeculativeStep(Step):
             mx.async_eval(self.sampled.arrays)
 
     @property
-    def may_look_ahead(self) -> bool:
+    def allows_lookahead(self) -> bool:
         """False: what the next step feeds depends on how many tokens are accepted."""
         return False
 

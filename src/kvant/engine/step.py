@@ -35,7 +35,7 @@ class Step:
         self.batch.commit(ids=[answer.tokens[-1:] for answer in self.answers])
 
     @property
-    def may_look_ahead(self) -> bool:
+    def allows_lookahead(self) -> bool:
         """Whether the step after this one can begin before this one's tokens were read."""
         return True
 

@@ -77,14 +77,14 @@ class TextRequest:
 class AnswerText:
     """The text of an answer, token by token."""
 
-    def __init__(self, number: int, wanted: TextRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, number: int, requests: TextRequest, tokenizer: Tokenizer) -> None:
         # where its text ended it; the scheduler has yet to say so
         self.last: GenerationResponse | None = None
         self.after = 0  # tokens behind that, which came with it
         self.following: Callable[[], Request] | None = None  # makes the request that continues it
         self._number = number
-        self._wanted = wanted
-        self._text = TextStream(tokenizer, wanted.stop)
+        self._request = requests
+        self._text = TextStream(tokenizer, requests.stop)
         self._tokens: list[int] = []
         self._first_s = 0.0  # seconds until the first token
         self._previous_s = 0.0
@@ -101,7 +101,7 @@ class AnswerText:
         count = len(self._tokens)
         if count == 1:
             self._first_s = seconds
-            prompt_tokens = len(self._wanted.request.prompt) - token.cached_tokens
+            prompt_tokens = len(self._request.request.prompt) - token.cached_tokens
             self._prompt_tokens = 0 if token.answer else prompt_tokens
         latency_s = seconds - self._previous_s
         self._previous_s = seconds
@@ -127,13 +127,13 @@ class AnswerText:
 
     def _add(self, token: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
         """Return the next piece of text, and why it ends here; None: it does not."""
-        ends = self._wanted.stop_sequences
+        ends = self._request.stop_sequences
         if any(self._tokens[-len(end) :] == list(end) for end in ends):
             reason = "stop"
         text = "" if reason == "stop" else self._text.add(token)
         self.following = None
-        if reason == "context" and not self._text.stopped and self._wanted.following is not None:
-            self.following = self._wanted.following(self._tokens)
+        if reason == "context" and not self._text.stopped and self._request.following is not None:
+            self.following = self._request.following(self._tokens)
             reason = reason if self.following is None else None
         if reason is not None and not self._text.stopped:
             text += self._text.finish()
@@ -143,7 +143,7 @@ class AnswerText:
 
 
 def responses(
-    scheduler: Scheduler, wanted: Sequence[TextRequest], tokenizer: Tokenizer, started: float | None = None
+    scheduler: Scheduler, requests: Sequence[TextRequest], tokenizer: Tokenizer, started: float | None = None
 ) -> Generator[GenerationResponse, None, None]:
     """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none
     waits.
@@ -152,9 +152,9 @@ def responses(
     or fails, leaves nothing under way. ``started``: the ``time.perf_counter()`` of the call; None: now.
     """
     began = time.perf_counter() if started is None else started
-    pending = deque(enumerate(wanted))
+    pending = deque(enumerate(requests))
     answers: dict[tuple[Request, int], AnswerText] = {}
-    is_drafting = any(each.request.drafts is not None for each in wanted)
+    is_drafting = any(each.request.drafts is not None for each in requests)
 
     def submit() -> None:
         while pending and not scheduler.num_waiting:

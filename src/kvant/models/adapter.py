@@ -101,7 +101,7 @@ class Adapter:
         down = mx.concatenate([low.down for low in low_ranks.values()], axis=-1)
         return down.astype(dtype), mx.concatenate(ups, axis=-2).astype(dtype)
 
-    def check_taken(self) -> None:
+    def check_all_used(self) -> None:
         """Refuse a part that no matrix of the loaded model took, such as that of a tied output head."""
         for path in self._low_ranks:
             raise CheckpointError(f"adapter tensor {path}.lora_a: the model has no matrix {path} of its own")

@@ -49,7 +49,7 @@ def check_cache(
     is.
     """
     if isinstance(cache, PromptCacheFile):
-        cache = cache.taken(reserve_cache)
+        cache = cache.loaded(reserve_cache)
     if isinstance(cache, ModelCache) and cache.pool.made_for is config:
         return cache
     if len(cache) != config.num_hidden_layers:

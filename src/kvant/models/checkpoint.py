@@ -95,7 +95,7 @@ def load_part(
     builder.check_formats()
     parts = builder.parts(progress or (lambda done, total: None))
     if adapted is not None:
-        adapted.check_taken()
+        adapted.check_all_used()
     return parts
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvant.atomic import atomic_file
-from kvant.files import read_own, user_cache
+from kvant.files import read_private_record, user_cache
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
 
@@ -35,7 +35,7 @@ _name = cache(repr)
 
 def found(use: KernelUse, backend: Backend) -> str | None:
     """What is recorded of this use: ``RIGHT``, or why not. None: nothing is."""
-    return _own(backend).get(_name(use))
+    return _findings(backend).get(_name(use))
 
 
 def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = False) -> None:
@@ -45,7 +45,7 @@ def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = Fa
         findings: ``RIGHT``, or why not.
         anew: in place of all that is recorded of this device.
     """
-    own, everything = _own(backend), _read()
+    own, everything = _findings(backend), _read()
     recorded = everything.pop(device_key(backend), {})
     for known in (own, recorded) if anew else ():
         known.clear()
@@ -97,14 +97,14 @@ def device_key(backend: Backend) -> str:
 
 
 @cache
-def _own(backend: Backend) -> Findings:
+def _findings(backend: Backend) -> Findings:
     """This process's findings of its device, which begin with the file's."""
     return _read().get(device_key(backend), {})
 
 
 def _read() -> dict[str, Findings]:
     """The file, by :func:`device_key`; empty if there is none that counts."""
-    read = read_own(path(), MAX_BYTES)
+    read = read_private_record(path(), MAX_BYTES)
     devices = read.items() if isinstance(read, dict) else ()
     return {
         key: own

@@ -51,7 +51,7 @@ class Lead(CacheMaker):
         self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
         self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
         self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
-        self.last_token_alone, self.computes_at_once = part.last_token_alone, part.computes_at_once
+        self.last_token_separately, self.computes_at_once = part.last_token_separately, part.computes_at_once
         self._guard, self._whole = guard, whole
         self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of pools
         self._made = 0
@@ -87,16 +87,16 @@ class Lead(CacheMaker):
     def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
         """Reserve a cache on every rank."""
         cache = self.part.reserve_cache(max_seq_len, options)
-        self._told_made(cache.pool, "cache", {"max_seq_len": max_seq_len}, options)
+        self._announce(cache.pool, "cache", {"max_seq_len": max_seq_len}, options)
         return cache
 
     def make_pool(self, tokens: int, *, options: CacheOptions = DEFAULT_OPTIONS, **sizes: Any) -> Pool:
         """Reserve a pool on every rank."""
         pool = self.part.make_pool(tokens, **sizes, options=options)
-        self._told_made(pool, "pool", {"tokens": tokens, **sizes}, options)
+        self._announce(pool, "pool", {"tokens": tokens, **sizes}, options)
         return pool
 
-    def _told_made(self, made: object, kind: str, sizes: dict[str, Any], options: CacheOptions) -> None:
+    def _announce(self, made: object, kind: str, sizes: dict[str, Any], options: CacheOptions) -> None:
         """Have the others make the same. The others do not know the model's digest, which was checked
         here.
         """

@@ -211,7 +211,7 @@ class AnswerText:
         self._pending: list[TokenLogprob] = []
         # Bytes of the first of them whose text is out: a token may end one character and begin the next.
         self._written = 0
-        self._thought = self._said = False
+        self._thought = self._has_text = False
 
     @property
     def stop(self) -> str | None:
@@ -237,7 +237,7 @@ class AnswerText:
         events = self._events(parts)
         if token.finish_reason is not None and (rest := self._stop.finish()):
             events.append(self._piece(rest, False))
-        if self._thought and not self._said:
+        if self._thought and not self._has_text:
             self.thinking_tokens = self.tokens
         return events
 
@@ -283,20 +283,22 @@ class AnswerText:
                 self._pending = []
                 self._written = 0
                 self.calls += 1
-                self._said = True
+                self._has_text = True
             elif part.thinking:
                 self._thought = True
                 events.append(self._piece(part.text, True))
             else:
-                self._said = True
+                self._has_text = True
                 if text := self._stop.add(part.text):
                     events.append(self._piece(text, False))
         return events
 
     def _piece(self, text: str, thinking: bool) -> Text:
-        return Text(self._number, text, thinking, self._taken(text) if self._pending else (), self.tokens)
+        return Text(
+            self._number, text, thinking, self._pending_of(text) if self._pending else (), self.tokens
+        )
 
-    def _taken(self, text: str) -> list[TokenLogprob]:
+    def _pending_of(self, text: str) -> list[TokenLogprob]:
         """The pending tokens that a piece of text was made of. Those before it were marks."""
         tokens, self._pending = self._pending, []
         content, written = text.encode("utf-8", "replace"), b"".join(token.bytes for token in tokens)

@@ -35,7 +35,7 @@ async def grammar_of(service: Service, generation: Generation, prompt: str) -> G
     if generation.format is None and not _bound_tools(generation):
         return None
     kind, document = await asyncio.to_thread(_document, service, generation, prompt)
-    if (found := service.grammars.kept(document, generation.salt)) is not None:
+    if (found := service.grammars.compiled(document, generation.salt)) is not None:
         return found
     room = service.settings.max_queue - service.waiting
     async with service.compiling.turn((generation.salt, generation.client), len(document), room):

@@ -78,7 +78,7 @@ PARTS = {"input_text": InputText, "output_text": OutputText, "refusal": RefusalP
 NAMESPACE = "__"  # between a namespace and the name of a function in it
 
 
-class Said(NamedTuple):
+class TextKind(NamedTuple):
     """What an item of text is."""
 
     field: str  # of the item, that its part is in
@@ -87,9 +87,9 @@ class Said(NamedTuple):
     text: str  # of the text's
 
 
-MESSAGE = Said("content", "output_text", "content_part", "output_text")
-REASONING = Said("content", "reasoning_text", "content_part", "reasoning_text")
-SUMMARY = Said("summary", "summary_text", "reasoning_summary_part", "reasoning_summary_text")
+MESSAGE = TextKind("content", "output_text", "content_part", "output_text")
+REASONING = TextKind("content", "reasoning_text", "content_part", "reasoning_text")
+SUMMARY = TextKind("summary", "summary_text", "reasoning_summary_part", "reasoning_summary_text")
 
 
 class MessageItem(Fields, frozen=True, kw_only=True):
@@ -504,9 +504,9 @@ class ResponseStream(Encoder):
         self._keeps_opaque = "reasoning.encrypted_content" in (body.include or [])
         self._logprobs = generation.logprobs
         self._events = 0
-        self._open: Said | None = None
+        self._open: TextKind | None = None
         self._pieces: list[str] = []  # of the open item's text
-        self._told: list[dict[str, Any]] = []  # its log-probabilities
+        self._shown_logprobs: list[dict[str, Any]] = []  # its log-probabilities
 
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
         yield self._event("response.created", response=self._response)
@@ -541,11 +541,11 @@ class ResponseStream(Encoder):
             yield from self._begin(said)
         self._pieces.append(event.text)
         logprobs = logprobs_content(event.logprobs) if self._logprobs and said is MESSAGE else []
-        self._told += logprobs
+        self._shown_logprobs += logprobs
         told = {"logprobs": logprobs} if said is MESSAGE else {}
         yield self._of_text(said, f"{said.text}.delta", delta=event.text, **told)
 
-    def _begin(self, said: Said) -> Iterator[dict[str, Any]]:
+    def _begin(self, said: TextKind) -> Iterator[dict[str, Any]]:
         """Open an item for text or thinking, and its part."""
         self._open = said
         if said is MESSAGE:
@@ -562,12 +562,12 @@ class ResponseStream(Encoder):
         text = "".join(self._pieces)
         part = self._part(said, text)
         item = self._response["output"][-1] | {"status": status, said.field: [part]}
-        told = {"logprobs": self._told} if said is MESSAGE else {}
+        told = {"logprobs": self._shown_logprobs} if said is MESSAGE else {}
         yield self._of_text(said, f"{said.text}.done", text=text, **told)
         yield self._of_text(said, f"{said.part}.done", part=part)
         if said is not MESSAGE and self._keeps_opaque:
             item["encrypted_content"] = opaque(text)
-        self._open, self._pieces, self._told = None, [], []
+        self._open, self._pieces, self._shown_logprobs = None, [], []
         yield self._done(item)
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
@@ -613,8 +613,8 @@ class ResponseStream(Encoder):
             self._response["completed_at"] = int(time.time())
         yield self._event(f"response.{status}", response=self._response)
 
-    def _part(self, said: Said, text: str) -> dict[str, Any]:
-        told = {"annotations": [], "logprobs": list(self._told)} if said is MESSAGE else {}
+    def _part(self, said: TextKind, text: str) -> dict[str, Any]:
+        told = {"annotations": [], "logprobs": list(self._shown_logprobs)} if said is MESSAGE else {}
         return {"type": said.type, "text": text, **told}
 
     def _added(self, item: dict[str, Any]) -> dict[str, Any]:
@@ -625,7 +625,7 @@ class ResponseStream(Encoder):
         self._response["output"][-1] = item
         return self._of_last("response.output_item.done", item=item)
 
-    def _of_text(self, said: Said, event: str, **fields: Any) -> dict[str, Any]:
+    def _of_text(self, said: TextKind, event: str, **fields: Any) -> dict[str, Any]:
         return self._of_item(f"response.{event}", **{f"{said.field}_index": 0}, **fields)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -673,8 +673,8 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
         },
         "tool_choice": choice
         if isinstance(choice, str)
-        else {"type": _told(choice)["type"], "name": choice.name},
-        "tools": [_told(tool) for tool in generation.tools],
+        else {"type": _shown_tool(choice)["type"], "name": choice.name},
+        "tools": [_shown_tool(tool) for tool in generation.tools],
         "top_logprobs": generation.top_logprobs,
         "top_p": sampling.top_p,
         "truncation": "disabled",
@@ -683,7 +683,7 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
     }
 
 
-def _told(tool: Tool) -> dict[str, Any]:
+def _shown_tool(tool: Tool) -> dict[str, Any]:
     """A tool as a response says it."""
     said = {"name": tool.name, "description": tool.description}
     if tool.search:

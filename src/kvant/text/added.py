@@ -33,7 +33,7 @@ def folder_tokens(
     own = {
         name: settings.pop(name)
         for name in list(settings)
-        if _is_own(name) and isinstance(settings[name], str)
+        if _is_named_by_model(name) and isinstance(settings[name], str)
     }
     if isinstance(settings.get(LISTS[0]), dict):
         own |= settings.pop(LISTS[0])
@@ -55,17 +55,19 @@ def folder_tokens(
     for name in NAMED:
         value = settings[name] if name in settings else defaults.get(name)
         if value is not None:
-            given = _given(value)
+            given = _as_token(value)
             roles[name] = known.get(str(given), given) if name in settings else given
-    usual = {name: value for name, value in defaults.items() if _is_own(name)}
-    others = usual | {name: value for name, value in settings.items() if _is_own(name)} | own
+    usual = {name: value for name, value in defaults.items() if _is_named_by_model(name)}
+    others = usual | {name: value for name, value in settings.items() if _is_named_by_model(name)} | own
     roles |= {
-        name: _given(value) for name, value in others.items() if isinstance(value, str | dict | AddedToken)
+        name: _as_token(value) for name, value in others.items() if isinstance(value, str | dict | AddedToken)
     }
     if LISTS[0] not in settings:
         settings[LISTS[0]] = [*(settings.get(LISTS[1]) or ()), *usual.values()]
     extra = [
-        _given(value) for value in settings.get(LISTS[0]) or () if isinstance(value, str | dict | AddedToken)
+        _as_token(value)
+        for value in settings.get(LISTS[0]) or ()
+        if isinstance(value, str | dict | AddedToken)
     ]
     adding = _missing(
         [] if rebuilt else present.values(), [by_id[key] for key in sorted(by_id)], roles, extra
@@ -82,13 +84,13 @@ def _take_older(settings: dict[str, Any], own: dict[str, Any], special_tokens: M
     """In an older folder special_tokens_map.json counts before tokenizer_config.json."""
     for name, value in special_tokens.items():
         if name != LISTS[0]:
-            settings[name] = _given(value, special=True)
+            settings[name] = _as_token(value, special=True)
         elif isinstance(value, dict):
             own |= value
         else:
             found = list(settings.get(name) or ())
             for item in value or ():
-                more = _given(item, special=True)
+                more = _as_token(item, special=True)
                 found += [more] if more not in found else []
             settings[name] = found
 
@@ -113,9 +115,9 @@ def _missing(
     return adding
 
 
-def _is_own(name: str) -> bool:
+def _is_named_by_model(name: str) -> bool:
     return name.endswith("_token") and name not in NAMED
 
 
-def _given(value: str | dict[str, Any] | AddedToken, **more: bool) -> Token:
+def _as_token(value: str | dict[str, Any] | AddedToken, **more: bool) -> Token:
     return token({**value, **more}) if isinstance(value, dict) else value

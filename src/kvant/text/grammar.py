@@ -34,7 +34,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._prepared: _Prepared | None = None
-        self._kept: dict[tuple[bytes, str], Grammar] = {}  # by salt and document, the last used at the end
+        self._compiled: dict[
+            tuple[bytes, str], Grammar
+        ] = {}  # by salt and document, the last used at the end
 
     def prepare(self) -> "_Prepared":
         """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile."""
@@ -70,12 +72,12 @@ class Grammars:
         """Return a source as a JSON document for llguidance. Arguments and errors are :meth:`compile`'s."""
         return document(kind, source, self.prepare().marked, prompt)
 
-    def kept(self, text: str, salt: bytes = b"") -> "Grammar | None":
+    def compiled(self, text: str, salt: bytes = b"") -> "Grammar | None":
         """Return the grammar of a document that was compiled recently with the same salt, or None."""
         with self._lock:
-            found = self._kept.pop((salt, text), None)
+            found = self._compiled.pop((salt, text), None)
             if found is not None:
-                self._kept[salt, text] = found
+                self._compiled[salt, text] = found
             return found
 
     def compile_document(self, kind: Kind, text: str, salt: bytes = b"") -> "Grammar":
@@ -84,7 +86,7 @@ class Grammars:
         Raises:
             GrammarError: the grammar is wrong, or takes too long to compile.
         """
-        if (found := self.kept(text, salt)) is not None:
+        if (found := self.compiled(text, salt)) is not None:
             return found
         prepared = self.prepare()
         try:
@@ -97,9 +99,9 @@ class Grammars:
             raise GrammarError(f"the {kind} cannot be used: {error}") from error
         made = Grammar(matcher, prepared.vocabulary.eos_tokens, self._vocab_size)
         with self._lock:
-            self._kept[salt, text] = made
-            while sum(len(document) for _, document in self._kept) > KEPT_BYTES:
-                del self._kept[next(iter(self._kept))]
+            self._compiled[salt, text] = made
+            while sum(len(document) for _, document in self._compiled) > KEPT_BYTES:
+                del self._compiled[next(iter(self._compiled))]
         return made
 
 

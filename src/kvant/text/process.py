@@ -56,7 +56,7 @@ class TextProcess:
             tokenizer: the request that loads a tokenizer, and its payload, as in :meth:`load`.
             time_limit_s: seconds of processor time for a request; None is :data:`TIME_LIMIT_S`.
         """
-        self._given_limit_s = time_limit_s
+        self._limit_s = time_limit_s
         self._lock = threading.RLock()  # a thread that was interrupted while it gave the lock back may go on
         self._tokenizer = tokenizer
         self._start()
@@ -101,11 +101,11 @@ class TextProcess:
         self._end()
 
     def __reduce__(self) -> tuple[type["TextProcess"], tuple[Any, ...]]:
-        return TextProcess, (self._tokenizer, self._given_limit_s)  # a copy has a process of its own
+        return TextProcess, (self._tokenizer, self._limit_s)  # a copy has a process of its own
 
     @property
     def _time_limit_s(self) -> float:
-        return self._given_limit_s or TIME_LIMIT_S
+        return self._limit_s or TIME_LIMIT_S
 
     def _start(self) -> None:
         try:

@@ -21,7 +21,7 @@ from kvant.errors import WeightsError, one_line
 from kvant.fields import shown
 from kvant.weights.lock import locked
 from kvant.weights.reference import COMMIT
-from kvant.weights.snapshot import cache_folder, constants, is_wanted, repository_folder, snapshot_folder
+from kvant.weights.snapshot import cache_folder, constants, is_pulled, repository_folder, snapshot_folder
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -140,7 +140,7 @@ def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listi
         raise WeightsError(f"{repository}: the hub answers for commit {shown(commit)}; asked for {asked}")
     for entry in found.siblings or ():
         name = entry.rfilename
-        if isinstance(name, str) and not is_wanted(name):
+        if isinstance(name, str) and not is_pulled(name):
             continue
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise WeightsError(f"{repository}: the hub lists a file named {shown(name)}; refused")

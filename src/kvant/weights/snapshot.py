@@ -64,7 +64,7 @@ def _is_seconds(text: str) -> bool:
         return False
 
 
-def is_wanted(name: str) -> bool:
+def is_pulled(name: str) -> bool:
     """Whether a repository's file is pulled: weights as safetensors, JSON, tokenizers and templates, all at
     its top.
 
@@ -138,7 +138,7 @@ def refuse_others(folder: Path, names: Iterable[str]) -> None:
     for name in sorted({path.name for path in folder.iterdir()} - set(names)):
         if name.startswith("._"):  # what macOS puts beside a file on a disk that cannot hold its attributes
             continue
-        if is_wanted(name.lower()) or name.lower() == TEMPLATES:  # on some disks capital letters do not count
+        if is_pulled(name.lower()) or name.lower() == TEMPLATES:  # on some disks capital letters do not count
             raise WeightsError(
                 f"{folder / name}: not among the files that were pulled and verified; remove it"
             )

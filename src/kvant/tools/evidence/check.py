@@ -13,7 +13,7 @@ from typing import Any
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError, one_line
 from kvant.fields import shown
-from kvant.files import read_given, unique_keys
+from kvant.files import read_user_file, unique_keys
 from kvant.machine import Environment
 from kvant.tools.bench.figures import summarize
 from kvant.tools.bench.recording import Engine, Header, Recording, Run
@@ -48,7 +48,7 @@ def sealed(record: Mapping[str, Any]) -> Record:
 
 def read(path: Path) -> Record:
     """The record of a file; a KvantError if it is none."""
-    data = read_given(path, MAX_BYTES)
+    data = read_user_file(path, MAX_BYTES)
     try:
         record = json.loads(data.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:

@@ -160,7 +160,7 @@ def _attention(record: Record, tokens: int) -> None:
     }
     steps = {name: [make(HEADS, tokens, dtype) for _ in range(layers)] for name, make in makers.items()}
 
-    def chain(name: str) -> float:
+    def run_steps(name: str) -> float:
         query = mx.ones((1, HEADS[0], 1, D), dtype)
         mx.eval(query)
         mx.synchronize()
@@ -171,7 +171,7 @@ def _attention(record: Record, tokens: int) -> None:
         mx.synchronize()
         return (time.perf_counter() - started) * 1e3 / layers
 
-    times = in_turns({name: partial(chain, name) for name in steps}, ROUNDS, warm_ups=2)
+    times = in_turns({name: partial(run_steps, name) for name in steps}, ROUNDS, warm_ups=2)
     named = {"context": tokens, "layers": layers, "dtype": str(dtype).removeprefix("mlx.core.")}
     record["attention"].append(named | {"path": backend or "unfused", "ms": times})
     mx.clear_cache()

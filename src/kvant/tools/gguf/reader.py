@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvant.errors import ConvertError, ModelError, one_line
-from kvant.files import open_given, unique_keys
+from kvant.files import open_user_file, unique_keys
 from kvant.tools.gguf.blocks import BLOCK_TYPES, TYPE_NAMES, BlockType, Bytes
 
 MAGIC = b"GGUF"
@@ -78,7 +78,7 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
     Raises:
         ConvertError: the file cannot be read, is no GGUF file, or breaks the format; the message says where.
     """
-    with open_given(path, ConvertError) as stream:
+    with open_user_file(path, ConvertError) as stream:
         with naming(path):
             file = _read(stream)
         yield file

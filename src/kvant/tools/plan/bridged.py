@@ -145,7 +145,7 @@ class BridgedCheckpoint:
         held = {name for group in self._groups(on_cpu) for name in group}
         return bytes_read(self.module(on_cpu), self.config.experts_used, held)
 
-    def held_entries(self, on_cpu: bool) -> "list[Entry]":
+    def resident_entries(self, on_cpu: bool) -> "list[Entry]":
         """What the layers that are here ask of their caches; rank 0 has those of no layer."""
         entries = self._probed(on_cpu)
         if self._layers is None:

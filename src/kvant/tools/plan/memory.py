@@ -95,7 +95,7 @@ def settings_record(settings: Settings) -> dict[str, Any]:
     cache = settings.cache
     stored: dict[str, Any] = {
         "kv_bits": cache.kv_bits,
-        "kv_group_size": cache.wanted_group,
+        "kv_group_size": cache.group_size,
         "kv_bias_split": cache.bias_split,
     }
     if cache.kv_format is not None or not cache.rotates:

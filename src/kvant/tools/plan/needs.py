@@ -240,7 +240,7 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
     from kvant.bridge.probe import Attention, Leaf, leaves_of
 
     config, part, sequences = checkpoint.config, checkpoint.part, settings.sequences
-    module, entries = checkpoint.module(on_cpu), checkpoint.held_entries(on_cpu)
+    module, entries = checkpoint.module(on_cpu), checkpoint.resident_entries(on_cpu)
     if sequences is not None and part is not None:
         raise ModelError(f"{config.model_type} on several machines takes one sequence at a time")
     if sequences is not None:

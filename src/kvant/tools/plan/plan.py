@@ -112,7 +112,7 @@ def planner(
     def planned(tokens: int) -> MemoryPlan:
         made = replace(
             run(tokens),
-            weights=loading.held,
+            weights=loading.resident,
             weights_read=weights_read,
             loading=loading.peak,
             process=process,

@@ -116,7 +116,7 @@ def _stage_bytes(
     bare = replace(checkpoint, adapter_bytes=0) if isinstance(checkpoint, Checkpoint) else checkpoint
     ends = bare.stage(0, range(0)).loading(on_cpu=on_cpu)
     each = [bare.stage(1, range(n, n + 1)).loading(on_cpu=on_cpu) for n in layers]
-    adapter = checkpoint.stage(0, range(0)).loading(on_cpu=on_cpu).held - ends.held
+    adapter = checkpoint.stage(0, range(0)).loading(on_cpu=on_cpu).resident - ends.resident
     names = [checkpoint.layer_kind(n) for n in layers]
     process = [process_bytes(checkpoint.stage(rank, range(1))) if on_cpu else 0 for rank in (0, 1)]
     stages: dict[tuple[int, int], tuple[Loading, Needs]] = {}
@@ -134,7 +134,7 @@ def _stage_bytes(
 
     def used(first: int, last: int, tokens: int) -> int:
         loading, run = stages[first, last]
-        return max(loading.held + run(tokens).total, loading.peak) + adapter + process[int(first > 0)]
+        return max(loading.resident + run(tokens).total, loading.peak) + adapter + process[int(first > 0)]
 
     return used
 

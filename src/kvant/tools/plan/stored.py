@@ -54,7 +54,7 @@ class Loading:
         )
 
     @property
-    def held(self) -> int:
+    def resident(self) -> int:
         return self.kept + self.others
 
     @property
@@ -196,13 +196,13 @@ class Checkpoint:
         embeds.
         """
         itemsize, experts = self.itemsize(on_cpu=on_cpu), self.config.experts
-        total = self.loading(on_cpu=on_cpu).held
+        total = self.loading(on_cpu=on_cpu).resident
         for path, size, _, row in self._matrices():
             if row.role == "embedding" and not self.tied:
-                total -= self._held_bytes(path, size, itemsize)
+                total -= self._resident_bytes(path, size, itemsize)
             elif len(size) > 2 and experts is not None:
                 idle = experts.count - experts.per_token
-                total -= self._held_bytes(path, size, itemsize) * idle // experts.count
+                total -= self._resident_bytes(path, size, itemsize) * idle // experts.count
         return total
 
     def loading(self, *, on_cpu: bool) -> Loading:
@@ -234,17 +234,17 @@ class Checkpoint:
                 stored, packed = (
                     self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize)
                 )
-                held = self._held_bytes(path, size, itemsize)
-                kept += held
+                resident = self._resident_bytes(path, size, itemsize)
+                kept += resident
                 if self.config.quantization_of(path) is None:
                     cast, turned = itemsize != self.float_bytes, on_cpu
                     # the last of these forms stays
-                    passing += stored * (1 + fused) + held * (cast + turned) - held
+                    passing += stored * (1 + fused) + resident * (cast + turned) - resident
                 else:
                     floats = stored - self._matrix_bytes(path, size, 0)
                     passing += floats * (itemsize != self.float_bytes) + packed * fused
-                    if held != packed:  # as integers, as floats, and turned
-                        passing += packed + 2 * held + UNPACKING_BYTES
+                    if resident != packed:  # as integers, as floats, and turned
+                        passing += packed + 2 * resident + UNPACKING_BYTES
             yield Loading(kept, kept + passing)
 
     def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
@@ -279,7 +279,7 @@ class Checkpoint:
         group_bytes = 2 * itemsize if quantization.has_biases else 1
         return elements * quantization.bits // 8 + elements // quantization.group_size * group_bytes
 
-    def _held_bytes(self, path: str, size: tuple[int, ...], itemsize: int) -> int:
+    def _resident_bytes(self, path: str, size: tuple[int, ...], itemsize: int) -> int:
         is_unpacked = self.unpacked and len(size) == 2
         return math.prod(size) * itemsize if is_unpacked else self._matrix_bytes(path, size, itemsize)
 

@@ -43,7 +43,7 @@ class FileReader:
         """Go on to the next piece."""
         self._piece += 1
         self._place = 0
-        self._rows = self._file.rows_beside(self._expected.rows(self._piece), self._piece)
+        self._rows = self._file.comparable_rows(self._expected.rows(self._piece), self._piece)
 
     def read(self, ids: Sequence[int]) -> mx.array:
         lacking = len(self._file.text.pieces[0]) - 1 - len(self._rows)

@@ -113,7 +113,7 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
     """Raise a ValueError that names the format a model's cache cannot have."""
     # the heads of a bridged model may differ; its cache cuts a group to fit them all
     for candidate in formats:
-        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.wanted_group
+        head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.group_size
         try:
             candidate.check_head(head_dim)
         except ValueError as error:

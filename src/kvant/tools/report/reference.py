@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvant.errors import KvantError, one_line
-from kvant.files import open_given
+from kvant.files import open_user_file
 from kvant.tools.report.divergence import log_probabilities
 from kvant.tools.report.texts import Text
 
@@ -39,7 +39,7 @@ class Reference:
         # rounded, does not sum to 1.
         return log_probabilities(mx.where(found > LEAST, found, -math.inf))
 
-    def rows_beside(self, expected: mx.array, piece: int) -> mx.array:
+    def comparable_rows(self, expected: mx.array, piece: int) -> mx.array:
         """As :meth:`rows`, of the tokens that other predictions of the same piece have not left out."""
         found = self._stored(piece)
         kept = mx.where(found > LEAST, found, -math.inf)
@@ -50,7 +50,7 @@ class Reference:
         """(N, vocabulary) float32, as they were rounded."""
         length = len(self.text.pieces[0])
         count, width = _predictions(length), _row_bytes(self.vocabulary)
-        with open_given(self.path) as file:
+        with open_user_file(self.path) as file:
             file.seek(self.start + piece * count * width)
             data = bytearray(file.read(count * width))
         rows = mx.array(memoryview(data)).reshape(count, width)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
     file has the text's own there.
     """
     try:
-        with open_given(path) as file:
+        with open_user_file(path) as file:
             head = file.read(HEADER)
             if len(head) < HEADER or not head.startswith(MAGIC):
                 raise KvantError(f"{path}: not a file of llama-perplexity --kl-divergence-base")

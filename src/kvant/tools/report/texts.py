@@ -12,7 +12,7 @@ from typing import Any
 
 from kvant.engine.load import POCKET
 from kvant.errors import PromptError
-from kvant.files import read_given
+from kvant.files import read_user_file
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 from kvant.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
     """
     ids = [
         token
-        for document in _in_turn()
+        for document in _interleaved()
         for token in encode_rendered(tokenizer, _written(tokenizer, document))
     ]
     return _cut(BUILT_IN, ids, context, tokens)
@@ -81,7 +81,7 @@ def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, t
 
 
 def read_text(path: Path) -> str:
-    data = read_given(path, MAX_FILE_BYTES, PromptError)
+    data = read_user_file(path, MAX_FILE_BYTES, PromptError)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -102,7 +102,7 @@ def recall_dialogues(tokenizer: Tokenizer, tokens: int) -> list[Dialogue]:
     none.
     """
     found: list[Dialogue] = []
-    for document in _in_turn("recall"):  # conversations of all lengths are among the first
+    for document in _interleaved("recall"):  # conversations of all lengths are among the first
         dialogue = read_dialogue(tokenizer, document)
         tokens -= len(dialogue.ids)
         if tokens < 0:
@@ -130,7 +130,7 @@ def read_dialogue(tokenizer: Tokenizer, document: dict[str, Any]) -> Dialogue:
     return Dialogue(tuple(ids), tuple(answers))
 
 
-def _in_turn(kinds: str = "") -> list[dict[str, Any]]:
+def _interleaved(kinds: str = "") -> list[dict[str, Any]]:
     """The held-out documents whose kind begins so: the first of each kind, then the second, and so on."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for document in heldout_documents():
