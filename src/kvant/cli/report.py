@@ -197,7 +197,7 @@ def report(
         raise BadValueError(f"--reserve is {reserve}; the model's context is {limit} tokens")
     length = min([most, *(size for size in (limit, reserve) if size is not None)])
     if length < LEAST_TOKENS:
-        raise KvantError(f"the model's context is {limit} tokens; the report needs {LEAST_TOKENS}")
+        raise KvantError(f"pieces of {length} tokens; the report needs {LEAST_TOKENS} or more --tokens")
     if max(lengths, default=0) > (limit or math.inf):
         raise BadValueError(f"--tasks has {max(lengths)}; the model's context is {limit} tokens")
     drawn = []
