@@ -231,7 +231,7 @@ def test_a_bad_line_ends_it_before_anything_is_generated(line: dict[str, Any], w
 
 def test_a_pool_that_does_not_fit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many at once would fit, and they do; one more does not."""
-    limit = 245_000_000
+    limit = 230_000_000
     monkeypatch.setattr(
         session, "this_machine", lambda device=None: Machine("cpu", 2 * limit, limit, "a machine")
     )

@@ -94,7 +94,7 @@ def with_layers(cache: ModelCache, change: Callable[[int, Any], None]) -> ModelC
     class Changed(kind):  # type: ignore[valid-type, misc]
         def __iter__(self) -> Iterator[Any]:
             for number, view in enumerate(super().__iter__()):
-                layer = Changeable(view.batch, view.part, view.layer)
+                layer = Changeable(view.batch, view.group, view.layer)
                 change(number, layer)
                 yield layer
 
