@@ -44,7 +44,7 @@ def begin_process() -> None:
     """From now on it is a process that knows of the GPU what is recorded."""
     dispatch._tried.clear()
     dispatch._warned = False
-    kernel_record._own.cache_clear()
+    kernel_record._findings.cache_clear()
     kernel_record.device_key.cache_clear()
 
 
