@@ -38,8 +38,8 @@ def test_an_architecture_through_kvant_s_cache(name: str) -> None:
     if count(False, True):
         check_figure(table.their_quantized(model, tokens, expected), FIGURES[name]["mlx-lm at 8 bits"])
     reserved = {bits: sum(table.key_value_bytes(table.kvant_cache(model, bits))) for bits in (0, 8, 4)}
-    by_core = ((0, 8), (0,), (0, 4), (0,))[table.measured().index(name) % 4]
-    for bits in count(by_core, (0, 8, 4)):
+    bits_in_turn = ((0, 8), (0,), (0, 4), (0,))[table.measured().index(name) % 4]
+    for bits in count(bits_in_turn, (0, 8, 4)):
         cache = table.kvant_cache(model, bits)
         before = table.key_value_bytes(cache)
         _, logits = table.run(model, cache, tokens)

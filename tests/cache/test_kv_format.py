@@ -98,7 +98,7 @@ def test_a_name_tells_fronts_apart() -> None:
 
 def test_bytes_are_known_before() -> None:
     for choice in (PLAIN, LayerChoice(4, 2, True), LayerChoice(4, 2, False, WHOLE.center), WHOLE):
-        sizes = {"window": None, "max_seq_len": 9, "transform": f"norms+{choice.name}"}
+        sizes = {"window": None, "max_seq_len": 9, "transform_name": f"norms+{choice.name}"}
         own = LayerFormat.of_rows(2, 2, 2, 8, 2, "F32", **sizes)
         plain = LayerFormat.of_rows(2, 2, 2, 8, 2, "F32", window=None, max_seq_len=9)
         arrays = choice.transform(range(2), 2).arrays
@@ -114,9 +114,11 @@ def test_formats_of_before_have_no_front() -> None:
         return LayerFormat.from_json(json.loads(json.dumps(given.as_json())) | changes)
 
     assert read(own) == own
-    tuned = LayerFormat.of_rows(2, 64, 64, 8, 32, "F32", window=None, max_seq_len=9, transform="rotate:12")
+    tuned = LayerFormat.of_rows(
+        2, 64, 64, 8, 32, "F32", window=None, max_seq_len=9, transform_name="rotate:12"
+    )
     assert read(tuned) == tuned
-    with pytest.raises(ValueError, match="transform is 3"):
+    with pytest.raises(ValueError, match="front is 3"):
         read(tuned, front=3)
     assert (
         describe_formats([own, tuned])

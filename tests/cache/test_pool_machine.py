@@ -125,7 +125,9 @@ class _Machine(RuleBasedStateMachine):
             center = 3 * self._normal(K, 1, D) if transform and not sinks else None
             parts = {"center": center is not None, "balance": transform}
             own = replace(
-                own, transform="+".join(name for name, has in parts.items() if has) + f":{number}" * transform
+                own,
+                transform_name="+".join(name for name, has in parts.items() if has)
+                + f":{number}" * transform,
             )
             both, biases = (
                 self._normal(2, K, NUMBERS, D),
@@ -158,7 +160,7 @@ class _Machine(RuleBasedStateMachine):
             arrays = (None if array is None else mx.array(array) for array in (layer.center, layer.balance))
             transforms.append(
                 KeyTransform(
-                    layer.format.transform, layer.split and replace(layer.split, rotation=table), *arrays
+                    layer.format.transform_name, layer.split and replace(layer.split, rotation=table), *arrays
                 )
             )
         options = {"make_cache": self._cache, "dtype": mx.float32, "num_heads": H}

@@ -111,7 +111,7 @@ def test_ends(pocket: Pocket) -> None:
     run = drafted(model.make_cache(60), mistakes=0)
     assert [token for token, _ in run] == plain
     assert run.finish_reason == "context"
-    is_lookahead = 0
+    num_lookahead = 0
     for end in range(1, 20, 3):
         stop = plain[end]
         answer = plain[: plain.index(stop) + 1]
@@ -132,7 +132,7 @@ def test_ends(pocket: Pocket) -> None:
             cache, fresh = model.make_cache(128), model.make_cache(128)
             run = drafted(cache, end)
             assert [next(run)[0] for _ in answer] == answer
-            is_lookahead += cache.sequence.lookahead
+            num_lookahead += cache.sequence.lookahead
             if stopped:
                 run.scheduler.close()
                 assert cache.ids == [*PROMPT, *answer[:-1]]
@@ -144,9 +144,9 @@ def test_ends(pocket: Pocket) -> None:
             assert others[0] == others[1]
             assert cache.ids == fresh.ids
             if not stopped:
-                with pytest.raises(RuntimeError, match="the run was ended"):
+                with pytest.raises(RuntimeError, match="the prompt cache changed"):
                     list(run)
-    assert is_lookahead > 5
+    assert num_lookahead > 5
 
 
 WINDOWS = [("mistral", 8), ("gemma3_text", 8), ("gpt_oss", 0), ("llama4", 0)]

@@ -125,7 +125,7 @@ def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]
         for ids, each in (([5, 6], cache), (before, fresh))
     )
     assert later == expected
-    with pytest.raises(RuntimeError, match="the run was ended"):
+    with pytest.raises(RuntimeError, match="the prompt cache changed"):
         next(first)
     assert list(first) == []
     first.close()  # type: ignore[attr-defined]

@@ -116,10 +116,10 @@ def test_layers_that_cannot_be_rotated_stay_as_they_were(tmp_path: Path) -> None
     """With biases of rotary pairs split off; and latents that are keys and values at once."""
     model = tiny_model(tmp_path, (None, 40))
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 16}
-    assert [own.transform for own in model.make_cache(9, **options).formats] == ["", ""]
-    assert all(own.transform for own in model.make_cache(9, **options, bias_split=False).formats)
+    assert [own.transform_name for own in model.make_cache(9, **options).formats] == ["", ""]
+    assert all(own.transform_name for own in model.make_cache(9, **options, bias_split=False).formats)
     transforms = {
-        name: {own.transform[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS
+        name: {own.transform_name[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS
     }
     assert transforms.pop("deepseek_v32") == {""}
     assert all("rotate" in own for own in transforms.values())
@@ -144,7 +144,7 @@ def test_drafts_prefixes_and_snapshots(pocket: Pocket, tmp_path: Path, bits: int
     loaded.load(tmp_path / "cache")
     assert mx.array_equal(model(mx.array([[7, 9]]), cache=loaded), model(mx.array([[7, 9]]), cache=cache))
     for other in (drawn_format(model, bits, 32, seed=1), drawn_format(model, bits, 32, rotates=False)):
-        with pytest.raises(SnapshotError, match="transform is"):
+        with pytest.raises(SnapshotError, match="transform_name is"):
             model.make_cache(300, kv_format=other).load(tmp_path / "cache")
 
 
@@ -189,7 +189,7 @@ def test_a_format_of_another_model_or_with_bits_beside_it(pocket: Pocket, tmp_pa
         with pytest.raises(ArgumentError, match="another model"):
             _wrong(other, kv_format=tuned)
     assert (
-        make_prompt_cache(model, 9, kv_format=tmp_path / "tuned.json").formats[0].transform
+        make_prompt_cache(model, 9, kv_format=tmp_path / "tuned.json").formats[0].transform_name
         == tuned.layers[0].name
     )
     with pytest.raises(ArgumentError, match="with 4 layers; expected 2"):  # nobody knows its digest

@@ -238,7 +238,7 @@ def test_memory_is_given_back_everywhere(led: tuple[Lead, Loopback]) -> None:
     del first
     lead.make_cache(40, kv_bits=4, kv_format="pmx", kv_group_size=16, bias_split=False)
     assert list(other.follower._caches) == [1]
-    assert {own.transform for own in other.follower._caches[1].formats} == {""}
+    assert {own.transform_name for own in other.follower._caches[1].formats} == {""}
 
 
 def test_a_call_on_sequences_of_a_pool(led: tuple[Lead, Loopback]) -> None:

@@ -45,7 +45,7 @@ class BridgedModel(CacheMaker):
     # numbers of mlx-lm's caches whose layers another process computes
     absent_caches: frozenset[int] = frozenset()
     divided = False  # other ranks hold a part of the model, and of its caches
-    last_token_separately = True  # mlx-lm's models give the logits of every position they are given
+    feeds_last_token_separately = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
         self.module, self.config, self.dtype = module, config, dtype

@@ -356,7 +356,7 @@ def formats_of(
                     value_bits=choice.value_bits,
                     kind="quantized" if leaf.chunk is None else "chunks",
                     shared=leaf.shared,
-                    transform="" if number in absent else choice.name,
+                    transform_name="" if number in absent else choice.name,
                 )
             )
     return formats

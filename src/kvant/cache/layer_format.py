@@ -27,7 +27,7 @@ KEY_WORDS = {"norms": "balanced by norms", "center": "centered", "balance": "bal
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS = ("quantized", "chunks", "state")  # of those that are saved
 # The words of files of version 1: PMX's, and an older name.
-FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group", "transform": "front"}
+FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group", "transform_name": "front"}
 SLACK = 16  # tokens that a sequence can go back at least, where pages of a window move along
 MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
 
@@ -74,8 +74,8 @@ class LayerFormat:
         split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
         state: each array of a state; None: it has not been computed yet.
         shared: other layers of a bridged model ask for what this one fetched.
-        transform: what keys went through, a name of :class:`kvant.operators.key_transform.KeyTransform`; "":
-            nothing.
+        transform_name: of the :class:`kvant.operators.key_transform.KeyTransform` that keys went through; "":
+            none.
     """
 
     kind: str
@@ -92,7 +92,7 @@ class LayerFormat:
     split_pairs: tuple[int, ...] | None = None
     state: tuple[Stored | None, ...] = ()
     shared: bool = False
-    transform: str = ""
+    transform_name: str = ""
 
     def __post_init__(self) -> None:
         if self.value_bits < 0:
@@ -137,7 +137,7 @@ class LayerFormat:
         names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
         # Old files have no key transform, and value bits only if they differ from the keys'.
         if isinstance(raw, dict):
-            raw = {"front": "", "value_bits": raw.get(FILE_WORDS["kv_bits"])} | raw
+            raw = {FILE_WORDS["transform_name"]: "", "value_bits": raw.get(FILE_WORDS["kv_bits"])} | raw
         if not isinstance(raw, dict) or raw.keys() != {*names.values(), "keep"}:
             raise ValueError(
                 "a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"]))
@@ -162,8 +162,8 @@ class LayerFormat:
                 raise ValueError(
                     f"{name} is {_shown(raw[name])}; expected one of {', '.join(filter(None, allowed))}"
                 )
-        if not isinstance(raw["transform"], str):
-            raise ValueError(f"transform is {_shown(raw['transform'])}; expected text")
+        if not isinstance(raw["transform_name"], str):
+            raise ValueError(f"front is {_shown(raw['transform_name'])}; expected text")
         pairs = raw["split_pairs"]
         if pairs is not None:
             pairs = check_numbers("split_pairs", pairs)
@@ -204,7 +204,7 @@ class LayerFormat:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
-        plain = {"transform": "", "value_bits": self.kv_bits}
+        plain = {"transform_name": "", "value_bits": self.kv_bits}
         given = {name: value for name, value in asdict(self).items() if plain.get(name, ...) != value}
         return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in given.items()}
 
@@ -251,7 +251,7 @@ class LayerFormat:
     @property
     def transform_arrays(self) -> list[Stored]:
         """The arrays of its key transform, without the bias split."""
-        parts = self.transform.partition(":")[0].split("+")
+        parts = self.transform_name.partition(":")[0].split("+")
         return [
             ("F32", (self.num_kv_heads, 1, self.head_dim)) for part in ("center", "balance") if part in parts
         ]
@@ -281,12 +281,12 @@ def describe_formats(formats: Sequence[LayerFormat]) -> str:
     found += f" in groups of {' or '.join(map(str, groups))}"
     found += "".join(f" and {FLOAT_NAMES.get(own, own)}" for own in floats if own)
     fitted = ["scales fitted"] if any(FITTED_BITS in kind for kind in kinds) else []
-    transforms = Counter(own.transform.partition(":")[0] for own in rows)
+    transforms = Counter(own.transform_name.partition(":")[0] for own in rows)
     changes = [
-        f"keys {'+'.join(KEY_WORDS.get(part, part) for part in transform.split('+'))}"
+        f"keys {'+'.join(KEY_WORDS.get(part, part) for part in name.split('+'))}"
         + ("" if count == len(rows) else f" in {count} of {len(rows)} layers")
-        for transform, count in sorted(transforms.items())
-        if transform
+        for name, count in sorted(transforms.items())
+        if name
     ]
     return ", ".join([found, *fitted, *changes])
 
@@ -368,7 +368,7 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserv
     expected = asdict(own)
     for name, value in asdict(given).items():
         if name not in ignored and value != expected[name]:
-            is_plain = name == "transform" and not value and given.kv_bits == FITTED_BITS
+            is_plain = name == "transform_name" and not value and given.kv_bits == FITTED_BITS
             hint = " (it was written with kv_format pmx, or by an older kvant)" if is_plain else ""
             return f"{name} is {_shown(value)}; expected {_shown(expected[name])}{hint}"
     return None

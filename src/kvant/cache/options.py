@@ -61,6 +61,8 @@ class CacheOptions:
             raise ArgumentError(
                 "kernels", f"is {self.kernels!r:.80}; expected {' or '.join(map(repr, KERNELS))}"
             )
+        if type(self.bias_split) is not bool:
+            raise ArgumentError("bias_split", f"is {self.bias_split!r:.80}; expected True or False")
         if type(self.checkpoints) is not int or self.checkpoints < 0:
             raise ArgumentError("checkpoints", f"is {self.checkpoints!r:.80}; expected an int, 0 or more")
 

@@ -219,7 +219,7 @@ class PoolLayerView:
             raise ValueError(
                 "keys are stored without a constant, which would change the share of learned sinks"
             )
-        output, waiting = multi_head_cache_attention(
+        output, deferred = multi_head_cache_attention(
             query,
             key,
             value,
@@ -231,8 +231,8 @@ class PoolLayerView:
             sinks=sinks,
             backend=self.layer.backend,
         )
-        if waiting is not None:
-            self.batch.deferred.add(self.group, self.layer, waiting)
+        if deferred is not None:
+            self.batch.deferred.add(self.group, self.layer, deferred)
         return output
 
 

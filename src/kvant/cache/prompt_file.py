@@ -49,7 +49,7 @@ class PromptCacheFile(Sequence[KVCache]):
                 math.lcm(*(layer.kv_group_size for layer in layers)) if kv_bits else None,
                 bias_split=any(layer.split_pairs is not None for layer in layers),
                 # versions that rotated no keys wrote such files too
-                rotates=any("rotate" in layer.transform for layer in layers),
+                rotates=any("rotate" in layer.transform_name for layer in layers),
             )
             made = reserve_cache(self._max_seq_len, options)
         except ContextError:

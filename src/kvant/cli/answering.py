@@ -67,7 +67,7 @@ def answer_together(
     if cached:
         cache = session.model.reserve_cache(max(*needs, cached), session.settings.cache)
         rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
-    wanted = [
+    requests = [
         TextRequest(
             Request(
                 rest or question.ids,
@@ -85,7 +85,7 @@ def answer_together(
         for question, group in asked
     ]
     scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-    pieces = responses(scheduler, wanted, session.tokenizer)
+    pieces = responses(scheduler, requests, session.tokenizer)
     return ((asked[piece.number][1][piece.answer], piece) for piece in pieces)
 
 
@@ -93,8 +93,8 @@ def _most_tokens(session: Session, run: RunOptions) -> int | None:
     """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is
     none.
     """
-    wanted = options.kv_size(run.max_kv_size)
-    return tokens_asked(session.checkpoint, wanted) if isinstance(wanted, int) else None
+    size = options.kv_size(run.max_kv_size)
+    return tokens_asked(session.checkpoint, size) if isinstance(size, int) else None
 
 
 def _reserve(

@@ -182,7 +182,7 @@ def batch_generate(
     options = cache_options(max_kv_size, kv_bits, kv_group_size)
     stops = check_stops(stop)
     shared = for_a_run(sampler or greedy)
-    wanted: list[TextRequest] = []
+    requests: list[TextRequest] = []
     needs: list[int] = []
     for number, prompt in enumerate(prompts):
         limit = max_tokens[number] if isinstance(max_tokens, Sequence) else max_tokens
@@ -204,15 +204,15 @@ def batch_generate(
             cache=cache,
             keep_cache=return_prompt_caches,
         )
-        wanted.append(TextRequest(request, stops, [end for end in ends if len(end) > 1]))
+        requests.append(TextRequest(request, stops, [end for end in ends if len(end) > 1]))
     stats = BatchStats()
-    pieces: list[list[GenerationResponse]] = [[] for _ in wanted]
+    pieces: list[list[GenerationResponse]] = [[] for _ in requests]
 
     def say(text: str, end: str = "\n") -> None:
         if verbose:
             print(f"[batch_generate] {text}", end=end)
 
-    if wanted:
+    if requests:
         # Deterministic: as many for any number of prompts.
         rows = at_once if deterministic else min(at_once, len(needs))
         size = pool_reservation(needs, at_once)
@@ -223,17 +223,17 @@ def batch_generate(
         stats.reserved_bytes = pool.nbytes
         pool_drafts = None if drafts is None else drafts.for_pool(pool)
         stats.reserved_bytes += pool_drafts.pool.nbytes if isinstance(pool_drafts, PooledDrafts) else 0
-        wanted = [replace(each, request=replace(each.request, drafts=pool_drafts)) for each in wanted]
+        requests = [replace(each, request=replace(each.request, drafts=pool_drafts)) for each in requests]
         say(f"Reserved: {format_bytes(stats.reserved_bytes)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
         finished, started = 0, time.perf_counter()
-        for piece in responses(scheduler, wanted, tokenizer):
+        for piece in responses(scheduler, requests, tokenizer):
             pieces[piece.number].append(piece)
             if piece.finish_reason is not None:
                 finished += 1
                 say(
-                    f"Finished processing {finished}/{len(wanted)}",
-                    "\n" if finished == len(wanted) else " ...\r",
+                    f"Finished processing {finished}/{len(requests)}",
+                    "\n" if finished == len(requests) else " ...\r",
                 )
         stats.wall_time = time.perf_counter() - started
         stats.prompt_tokens = sum(own[0].prompt_tokens for own in pieces)

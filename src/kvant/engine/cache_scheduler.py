@@ -31,10 +31,10 @@ class CacheScheduler(Scheduler):
         self.cache = model.check_cache(cache)
         self.sequence = self.cache.sequence
         super().__init__(model, self.cache.pool, max_batch=1, prefill_step_size=prefill_step_size)
-        self._later: deque[Token] = deque()  # of the last step
+        self._pending: deque[Token] = deque()  # of the last step
         self._last: int | None = None  # handed out last
         # The sequence's step and lengths when it was looked at last.
-        self._last_look: tuple[object | None, int, int] = (None, 0, 0)
+        self._state: tuple[object | None, int, int] = (None, 0, 0)
 
     @property
     def ids(self) -> list[int]:
@@ -51,39 +51,41 @@ class CacheScheduler(Scheduler):
             super().submit(request)
             self.sequence.go_back(self._handed_out)  # what was left suspended here does not go on
             self._last = None
-            self._look()
+            self._note_state()
 
     @property
     def idle(self) -> bool:
-        return not self._later and super().idle
+        return not self._pending and super().idle
 
     def step(self) -> list[Token]:
         """Give the next token, if there is one yet."""
         sequence = self.sequence
         with self._pool.lock:
-            if not self._is_mine:
+            if not self._owns_cache:
                 self._end_all()
-                raise RuntimeError("the run was ended: another run, a call or a trim changed its cache")
-            kept = self._handed_out
+                raise RuntimeError(
+                    "the prompt cache changed while this generation was paused; start a new one"
+                )
+            handed_out = self._handed_out
             try:
-                if not self._later:
-                    self._later.extend(super().step())
-                tokens = [self._later.popleft()] if self._later else []
+                if not self._pending:
+                    self._pending.extend(super().step())
+                tokens = [self._pending.popleft()] if self._pending else []
                 if tokens and tokens[0].token is not None:
                     self._last = tokens[0].token
-                    kept = sequence.length - len(self._later)  # an error is behind a token
-                sequence.lookahead = max(0, sequence.length - kept)
-                self._look(go_back=bool(tokens) and tokens[0].token is None)
+                    handed_out = sequence.length - len(self._pending)  # an error is behind a token
+                sequence.lookahead = max(0, sequence.length - handed_out)
+                self._note_state(go_back=bool(tokens) and tokens[0].token is None)
             except BaseException:
                 self._end_all()
-                sequence.lookahead = max(0, sequence.length - kept)
-                self._look(go_back=True)
+                sequence.lookahead = max(0, sequence.length - handed_out)
+                self._note_state(go_back=True)
                 raise
             return tokens
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
         super().cancel(request, answer)
-        if self._later and self._later[-1].finish_reason is not None:  # it has ended, which was not said yet
+        if self._pending and self._pending[-1].finish_reason is not None:  # its end was not handed out yet
             self._tokens.append(Token(request, 0, None, finish_reason="cancelled"))
         self._drop()
 
@@ -97,37 +99,37 @@ class CacheScheduler(Scheduler):
         with self._pool.lock:
             limit = context_limit(self._model, self.cache.max_seq_len)
             is_full = limit is not None and self.sequence.length >= limit
-            if self._last is None or is_full or not self._is_mine:
+            if self._last is None or is_full or not self._owns_cache:
                 return
             if self.sequence.step is None:
                 feed_tokens(self._model, batch, [[self._last]])
             else:
                 batch.commit(1, ids=[[self._last]])
             self._last = None
-            self._look()
+            self._note_state()
 
     def _end_all(self, error: BaseException | None = None) -> None:
         super().close(error)
         self._tokens.clear()
-        self._later.clear()
+        self._pending.clear()
 
     def _drop(self) -> None:
         """Forget what was computed and not handed out."""
-        self._later.clear()
+        self._pending.clear()
         with self._pool.lock:
-            if self._is_mine:
-                self._look(go_back=True)
+            if self._owns_cache:
+                self._note_state(go_back=True)
 
     @property
-    def _is_mine(self) -> bool:
+    def _owns_cache(self) -> bool:
         """Whether nobody else used the cache since the last look."""
-        return self._last_look[0] is self.sequence.step and self._last_look[1:] == (
+        return self._state[0] is self.sequence.step and self._state[1:] == (
             self.sequence.length,
             self.sequence.lookahead,
         )
 
-    def _look(self, *, go_back: bool = False) -> None:
+    def _note_state(self, *, go_back: bool = False) -> None:
         """Note how the sequence is; ``go_back``: once it holds only what was handed out."""
         if go_back and self.sequence.lookahead:
             self.sequence.go_back(self._handed_out)
-        self._last_look = (self.sequence.step, self.sequence.length, self.sequence.lookahead)
+        self._state = (self.sequence.step, self.sequence.length, self.sequence.lookahead)

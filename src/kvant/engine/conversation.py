@@ -259,7 +259,7 @@ class Conversation:
         return self._turn
 
     def _drafts_for_pool(self, drafts: Drafts | ModelDrafts, pool: Pool) -> Drafts:
-        """These drafts beside the cache. What a draft model holds is kept for the next turn."""
+        """Return the drafts for the cache's pool; a draft model's cache is kept for the next turn."""
         if isinstance(drafts, Drafts):
             return drafts
         known = self._drafts

@@ -165,9 +165,7 @@ class DraftChoice:
         return min(match, most) if match >= 1 << self._level else 0
 
     def stepped(self, seconds: float, *, is_lookahead: bool) -> None:
-        """A step of one token of each answer took so long; ``ahead``: it was begun while the one before it
-        ran.
-        """
+        """Note the time of a step without drafts; ``is_lookahead``: it was begun while the one before ran."""
         if is_lookahead:
             self._plain.append(seconds)
             self._count(0.0)

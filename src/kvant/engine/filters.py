@@ -1,8 +1,9 @@
 """Filters: which tokens a sampler may draw.
 
 A filter is a class here, with its options among :class:`FilterOptions` and its place in
-:meth:`FilterOptions.filters`. Command, API and server take an option from there. The tokens left are those
-mlx-lm leaves, at ties too. What is left of a row depends on it alone.
+:meth:`FilterOptions.filters`. The command and Python take an option from there; HTTP bodies declare theirs in
+``server/body.py``. The tokens left are those mlx-lm leaves, at ties too. What is left of a row depends on
+that row.
 """
 
 import math

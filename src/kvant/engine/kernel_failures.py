@@ -20,11 +20,11 @@ def kernel_failures(pool: Pool) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if type(error) not in (RuntimeError, ValueError) or pool.backend is None:
             raise
-        said = f"a step failed: {one_line(error)}"
+        problem = f"a step failed: {one_line(error)}"
         kernel_record.keep(
-            {layer.use: said for layer in pool.layers if layer.backend is not None}, pool.backend
+            {layer.use: problem for layer in pool.layers if layer.backend is not None}, pool.backend
         )
         raise KernelError(
-            f"{said}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes "
+            f"{problem}; if that is the fused kernel, --kernels unfused (KVANT_KERNELS=unfused) computes "
             f"without it"
         ) from error

@@ -19,7 +19,7 @@ class PromptPrefix:
     def __init__(
         self,
         ids: Sequence[int],
-        known: Sequence[int],
+        shareable_ids: Sequence[int],
         salt: bytes,
         stop_tokens: Collection[int],
         pool: Pool,
@@ -29,13 +29,13 @@ class PromptPrefix:
         """
         Args:
             ids: of the whole text, with what a cache of the request's own holds.
-            known: what of it may be shared with others; empty: nothing.
+            shareable_ids: what of it may be shared with others; empty: nothing.
             salt: texts share only with those of the same one.
             stop_tokens: they end a conversation's messages.
             pool: shares the pages.
             unit: checkpoints are at multiples of so many tokens; above 1, only whole pages are shared.
         """
-        self.known = known
+        self.shareable_ids = shareable_ids
         self._ids = ids
         self._salt = salt
         self._pool = pool
@@ -56,24 +56,26 @@ class PromptPrefix:
             return False
         self._fetches += 1
         again = self._pool.prefixes.fetch(
-            self.known, salt=self._salt, whole_pages=self._whole_pages, most=FETCHED_PAGES
+            self.shareable_ids, salt=self._salt, whole_pages=self._whole_pages, most=FETCHED_PAGES
         )
         pages = len(self._ids) // self._pool.page_size * len(self._pool.groups)
         return again and self._fetches <= MIN_FETCHES + pages
 
-    def open(self, max_tokens: int) -> PoolSequence:
+    def open_sequence(self, max_tokens: int) -> PoolSequence:
         """Open the sequence that the prompt is fed to, with the beginning that others have fed."""
-        return self._pool.sequence(max_tokens, self.known, salt=self._salt, whole_pages=self._whole_pages)
+        return self._pool.sequence(
+            max_tokens, self.shareable_ids, salt=self._salt, whole_pages=self._whole_pages
+        )
 
-    def opened(self, sequence: PoolSequence) -> None:
+    def note_shared(self, sequence: PoolSequence) -> None:
         """Note what the sequence shares, and have a checkpoint where the prompt and a stored text diverge."""
-        if not self.known or self._pool.single:
+        if not self.shareable_ids or self._pool.single:
             return
         start = sequence.length
         self._explain(start)
         if not self._pool.checkpoints:
             return
-        head = self._pool.prefixes.num_stored(self.known, self._salt) // self._unit * self._unit
+        head = self._pool.prefixes.num_stored(self.shareable_ids, self._salt) // self._unit * self._unit
         before = max(place for place in (0, start, *self.checkpoints) if place <= head)
         if head - before >= self._pool.page_size:
             self.checkpoints = sorted([*self.checkpoints, head])

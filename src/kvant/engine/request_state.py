@@ -123,13 +123,13 @@ class RequestState:
     def reserve(self, pool: Pool) -> None:
         """Open a sequence for each answer. The first begins with what others have fed of the prompt."""
         try:
-            first = self.prefix.open(self.reserved)
+            first = self.prefix.open_sequence(self.reserved)
             self.sequences.append(first)
             for _ in range(len(self.open) - 1):  # they hold room for forks
                 self.sequences.append(pool.sequence(self._unshared_tokens(pool)))
             if self.cache is None:
                 self.start = self.cached = self.exact = first.length
-                self.prefix.opened(first)
+                self.prefix.note_shared(first)
                 return
             first.load(self.cache.sequence)
             self.start = self.cache_tokens
@@ -174,7 +174,7 @@ class RequestState:
             room = min(room, MAX_CHUNK)
         end = (start // CHUNK + 1) * CHUNK if self.is_exact else start + room
         end = min(end, self.prefix.next_checkpoint(start))
-        if end == len(self.ids) and model.last_token_separately:
+        if end == len(self.ids) and model.feeds_last_token_separately:
             end = max(end - 1, start + 1)
         if self.request.embeddings is not None:  # a chunk has ids or embeddings, not both
             first = len(self.ids) - len(self.request.embeddings)
@@ -251,9 +251,9 @@ class Answer:
         position = len(self.tokens) + len(after)
         if processors and isinstance(after, mx.array):
             is_known = self._seen is not None and self._seen.size == len(tokens)
-            known = self._seen if is_known else mx.array(self.tokens)
-            assert known is not None
-            tokens = self._seen = mx.concatenate([known, after.astype(known.dtype)])
+            shareable_ids = self._seen if is_known else mx.array(self.tokens)
+            assert shareable_ids is not None
+            tokens = self._seen = mx.concatenate([shareable_ids, after.astype(shareable_ids.dtype)])
         elif processors:
             tokens = [*tokens, *after]
         request = self.state.request

@@ -1,4 +1,4 @@
-"""Sampling one token at a time, for answers that follow a grammar or call functions of the caller's."""
+"""Sampling now: the first token of every answer, and each token that something has to see first."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Speculative decoding: drafted tokens are verified, several in one step. It stands beside the scheduler."""
+"""Speculative decoding: drafted tokens are verified, several in one step. The scheduler asks it."""
 
 import time
 from collections.abc import Sequence
@@ -32,6 +32,11 @@ class SpeculativeStep(Step):
         """Queue the computation. What the step feeds counts once it was verified."""
         if self.sampled is not None:
             mx.async_eval(self.sampled.arrays)
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens that the step verifies, the most of any answer."""
+        return max(map(len, self.drafts))
 
     @property
     def allows_lookahead(self) -> bool:
@@ -182,7 +187,7 @@ class Speculation:
         if not self._ready:
             self.interrupt()
             return
-        is_plain = not isinstance(step, SpeculativeStep)
+        is_plain = step.num_drafted is None
         self.counts.steps += len(step.answers)
         if is_plain:
             self.counts.tokens += len(step.answers)

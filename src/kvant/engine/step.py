@@ -23,16 +23,18 @@ class Step:
     logits: mx.array  # (rows, vocab), the answers' rows first; not evaluated
     sampled: Sampled | None  # the next tokens; None: something has to see each token before the next
     is_lookahead: bool = False  # it was begun before the tokens that it feeds were read
-    error: Exception | None = None  # why a lookahead could not be begun; start raises it
     results: list[SampledToken | Exception] = field(default_factory=list)  # what wait read
 
     def start(self) -> None:
         """Queue the computation, and commit the tokens that the step feeds."""
-        if self.error is not None:
-            raise self.error
         if self.sampled is not None and not self.is_lookahead:
             mx.async_eval(self.sampled.arrays)
         self.batch.commit(ids=[answer.tokens[-1:] for answer in self.answers])
+
+    @property
+    def num_drafted(self) -> int | None:
+        """Drafted tokens that the step verifies, the most of any answer; None: it verifies none."""
+        return None
 
     @property
     def allows_lookahead(self) -> bool:
@@ -50,6 +52,17 @@ class Step:
         """Return the answers' next tokens, and whether each was drafted."""
         results = sample_each(self.logits, self.answers) if self.sampled is None else self.results
         return [(answer, each, False) for answer, each in zip(self.answers, results, strict=True)]
+
+
+@dataclass(eq=False, slots=True)
+class FailedStep(Step):
+    """A lookahead that could not be begun. Its error is raised once the tokens before it were handed out."""
+
+    error: Exception = field(kw_only=True)
+
+    def start(self) -> None:
+        """Raise the error."""
+        raise self.error
 
 
 def begin_step(
@@ -107,7 +120,7 @@ def begin_lookahead(
             ids = mx.concatenate(last)
         return begin_step(model, pool, answers, ids, rows=rows, unread=row_of)
     except Exception as error:
-        return Step(list(running), step.batch, step.logits, None, error=error)
+        return FailedStep(list(running), step.batch, step.logits, None, error=error)
 
 
 def feed_tokens(model: LanguageModel, batch: PoolBatch, ids: list[list[int]]) -> None:

@@ -74,7 +74,7 @@ class TextRequest:
     following: Callable[[list[int]], Callable[[], Request] | None] | None = None
 
 
-class AnswerText:
+class ResponseBuilder:
     """The text of an answer, token by token."""
 
     def __init__(self, number: int, requests: TextRequest, tokenizer: Tokenizer) -> None:
@@ -153,7 +153,7 @@ def responses(
     """
     began = time.perf_counter() if started is None else started
     pending = deque(enumerate(requests))
-    answers: dict[tuple[Request, int], AnswerText] = {}
+    answers: dict[tuple[Request, int], ResponseBuilder] = {}
     is_drafting = any(each.request.drafts is not None for each in requests)
 
     def submit() -> None:
@@ -161,7 +161,7 @@ def responses(
             number, each = pending.popleft()
             scheduler.submit(each.request)
             for answer in range(each.request.answers):
-                answers[each.request, answer] = AnswerText(number, each, tokenizer)
+                answers[each.request, answer] = ResponseBuilder(number, each, tokenizer)
 
     def stream() -> Generator[GenerationResponse, None, None]:
         try:

@@ -120,7 +120,7 @@ def pool_format(
         max_seq_len=max_seq_len,
         value_bits=choice.value_bits,
         split_pairs=None if pairs is None else tuple(pairs),
-        transform="+".join(filter(None, ("norms" if balanced else "", choice.name))),
+        transform_name="+".join(filter(None, ("norms" if balanced else "", choice.name))),
     )
 
 

@@ -154,7 +154,7 @@ class Decoder(CacheMaker):
     """A :class:`kvant.models.LanguageModel` of one of :data:`kvant.models.architectures.ARCHITECTURES`."""
 
     all_windows: Sequence[int | None] = ()  # of the whole model's layers, if these are a rank's alone
-    last_token_separately = False
+    feeds_last_token_separately = False
     divided = False  # other ranks hold a part of the model, and of its caches
 
     def __init__(self, parts: DecoderParts) -> None:

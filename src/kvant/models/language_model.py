@@ -121,7 +121,7 @@ class LanguageModel(CacheMaker, Protocol):
         """
 
     @property
-    def last_token_separately(self) -> bool:
+    def feeds_last_token_separately(self) -> bool:
         """Whether a prompt's last token is to be a step of its own.
 
         Such a model computes the logits of every position it is given, and only those of the last are read.

@@ -13,7 +13,7 @@ import mlx.core as mx
 from kvant.errors import ModelError, one_line
 from kvant.models import gemv
 from kvant.models.quantization import Quantization
-from kvant.models.unpacked import SMALL_PRODUCT, by_core, few_rows_product, unpacked_product
+from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, multiply_on_cores, unpacked_product
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
 # On a CPU, measured on 2 cores (docs/performance.md). From so many rows of x making floats of the numbers is
@@ -121,7 +121,9 @@ class QuantizedMatrix:
         size = -(-self.num_rows // (rounds * len(streams)))
         masked = unpacked_product(x, self.quantization) if self._in_bytes(x) else None
         product = masked or (lambda packed: x @ self.dequantized(packed, x.dtype).T)
-        parts = by_core(x, self.arrays, [*range(0, self.num_rows, size), self.num_rows], product, streams)
+        parts = multiply_on_cores(
+            x, self.arrays, [*range(0, self.num_rows, size), self.num_rows], product, streams
+        )
         return _side_by_side(parts)
 
     def _streams(self, x: mx.array) -> Sequence[mx.Stream | mx.ThreadLocalStream]:

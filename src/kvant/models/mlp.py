@@ -60,7 +60,7 @@ class Experts:
             order = mx.argsort(experts)
             rows, experts = tokens[order // self.per_token], experts[order]
             if mx.default_device().type == mx.cpu and takes_turns(experts.size, self.num_experts):
-                outputs = self._by_core(rows, experts)
+                outputs = self._run_experts_on_cores(rows, experts)
             else:
                 outputs = self._all_at_once(rows, experts, in_order=True)
             outputs = outputs[mx.argsort(order)]
@@ -93,7 +93,7 @@ class Experts:
             return gathered(rows, experts)
         return in_parallel(gathered, [rows, experts], 0)
 
-    def _by_core(self, rows: mx.array, experts: mx.array) -> mx.array:
+    def _run_experts_on_cores(self, rows: mx.array, experts: mx.array) -> mx.array:
         """Each expert's rows through its own MLP, the cores taking turns.
 
         The number of an expert's rows is a shape, so the router's choice is computed here and now.

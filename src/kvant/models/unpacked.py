@@ -43,12 +43,12 @@ def few_rows_product(
     whole = num_rows - num_rows % block
     bounds = [*range(0, whole, num_blocks * block), *([whole] if whole < num_rows else []), num_rows]
     product = _blocks_product(x, quantization, block)
-    parts = by_core(x, arrays, bounds, product, streams)
+    parts = multiply_on_cores(x, arrays, bounds, product, streams)
     output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
     return mx.contiguous(output.T[:rows]).reshape(*x.shape[:-1], num_rows)  # (out, N) -> (..., out)
 
 
-def by_core(
+def multiply_on_cores(
     x: mx.array,
     arrays: Sequence[mx.array],
     bounds: Sequence[int],

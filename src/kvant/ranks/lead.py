@@ -51,7 +51,8 @@ class Lead(CacheMaker):
         self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
         self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
         self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
-        self.last_token_separately, self.computes_at_once = part.last_token_separately, part.computes_at_once
+        self.feeds_last_token_separately = part.feeds_last_token_separately
+        self.computes_at_once = part.computes_at_once
         self._guard, self._whole = guard, whole
         self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of pools
         self._made = 0

@@ -65,7 +65,7 @@ class Kvant:
         self._cache: ModelCache | None = None
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, *, lookahead: int = 1) -> Tokens:
-        """Give greedy tokens, with a cache made when the first is asked for; ``ahead`` steps more are
+        """Give greedy tokens, with a cache made when the first is asked for; ``lookahead`` steps more are
         queued.
         """
         self._cache = None  # frees the last run's before the next is reserved
