@@ -76,6 +76,15 @@ def test_a_tokens_path_is_read_in_one_sitting() -> None:
     assert sum(_definition(file, name) for file, name in tour) <= TOUR_LINES
 
 
+def test_the_tour_names_every_file_once() -> None:
+    """Of the rooms that a token passes."""
+    text = (REPOSITORY / "docs" / "tour.md").read_text()
+    for room in ("engine", "cache", "operators"):
+        for path in (ROOT / room).glob("*.py"):
+            if path.name != "__init__.py":
+                assert text.count(f"`{room}/{path.name}`") == 1, f"{room}/{path.name}"
+
+
 def test_a_token_meets_few_classes(pocket: tuple[Decoder, Tokenizer]) -> None:
     """Of a decoding step of kvant.stream_generate, on this device, every class a method of which is called."""
     model, tokenizer = pocket
