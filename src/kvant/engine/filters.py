@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvant.engine.option_ranges import COUNT, FRACTION, HALF, NUMBER, SHARE, TEMP, option
+from kvant.engine.option_ranges import COUNT, FRACTION, HALF, NUMBER, SHARE, TEMP, option_field
 from kvant.errors import ArgumentError
 
 XTC_THRESHOLD = 0.1  # mlx-lm's default
@@ -93,34 +93,34 @@ class TopK(Filter):
 class FilterOptions:
     """The temperature and the options of filters; None: not given."""
 
-    temp: float | None = option(
+    temp: float | None = option_field(
         TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
     )
-    top_p: float | None = option(
+    top_p: float | None = option_field(
         SHARE,
         "Sample from the likeliest tokens that together have this probability; default: the model's, else 1.",
         "temp",
     )
-    min_p: float | None = option(
+    min_p: float | None = option_field(
         FRACTION,
         "Drop tokens less likely than this share of the likeliest one; default: the model's, else 0.",
         "temp",
     )
-    min_tokens_to_keep: int = option(
+    min_tokens_to_keep: int = option_field(
         COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p", default=1
     )
-    top_k: int | None = option(
+    top_k: int | None = option_field(
         NUMBER,
         "Sample from this many of the likeliest tokens; 0 or -1: all; default: the model's, else 0.",
         "temp",
     )
-    xtc_probability: float = option(
+    xtc_probability: float = option_field(
         FRACTION,
         "How often to drop all likely tokens but the least likely of them; 0: never.",
         "temp",
         default=0.0,
     )
-    xtc_threshold: float | None = option(
+    xtc_threshold: float | None = option_field(
         HALF,
         f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
         "xtc_probability",

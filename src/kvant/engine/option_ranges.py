@@ -27,7 +27,7 @@ HALF: Range = ("from 0 to 0.5", lambda value: 0 <= value <= 0.5)
 SEED: Range = (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64)
 
 
-def option(values: Range, text: str, needs: str = "", *, default: Any = None) -> Any:
+def option_field(values: Range, text: str, needs: str = "", *, default: Any = None) -> Any:
     """Return a dataclass field with a range, help and a default.
 
     ``needs``: another option, without which this one has no effect.

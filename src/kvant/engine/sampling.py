@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.engine.filters import FilterOptions
-from kvant.engine.option_ranges import COUNT, DIVISOR, FINITE, MAX_LOGIT, MIN_TEMP, SEED, option
+from kvant.engine.option_ranges import COUNT, DIVISOR, FINITE, MAX_LOGIT, MIN_TEMP, SEED, option_field
 from kvant.engine.processors import (
     CONTEXT_SIZE,
     Bias,
@@ -34,20 +34,22 @@ class SamplingOptions(FilterOptions):
     one outside its range is refused, and so is an option that would have no effect.
     """
 
-    repetition_penalty: float | None = option(
+    repetition_penalty: float | None = option_field(
         DIVISOR, "Divide the logits of recent tokens by this; 1 or 0: off; default: the model's, else 1."
     )
-    repetition_context_size: int | None = option(COUNT, RECENT, "repetition_penalty")
-    presence_penalty: float = option(
+    repetition_context_size: int | None = option_field(COUNT, RECENT, "repetition_penalty")
+    presence_penalty: float = option_field(
         FINITE, "Subtract this from the logits of recent tokens; 0: off.", default=0.0
     )
-    presence_context_size: int | None = option(COUNT, RECENT, "presence_penalty")
-    frequency_penalty: float = option(
+    presence_context_size: int | None = option_field(COUNT, RECENT, "presence_penalty")
+    frequency_penalty: float = option_field(
         FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off.", default=0.0
     )
-    frequency_context_size: int | None = option(COUNT, RECENT, "frequency_penalty")
+    frequency_context_size: int | None = option_field(COUNT, RECENT, "frequency_penalty")
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> number added to its logit
-    seed: int | None = option(SEED, "Seed of the random numbers; without one every run differs.", "temp")
+    seed: int | None = option_field(
+        SEED, "Seed of the random numbers; without one every run differs.", "temp"
+    )
 
     def __post_init__(self) -> None:
         check_bias(self.logit_bias)
