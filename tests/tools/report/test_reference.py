@@ -15,6 +15,7 @@ from support.oracle import Array
 
 from kvant.errors import KvantError
 from kvant.models import Decoder
+from kvant.tools.report.file_reader import FileReader
 from kvant.tools.report.reference import read_reference
 from kvant.tools.report.texts import Text, built_in_text
 
@@ -64,6 +65,17 @@ def test_what_was_written_is_read(pocket: Pocket, text: Text, file: Path) -> Non
     begun = read_reference(file, 1280, 7).text.pieces
     assert [piece[0] for piece in begun] == [7, 7]
     assert [piece[1:] for piece in begun] == [piece[1:] for piece in text.pieces]
+
+
+def test_a_file_is_read_from_any_piece(text: Text, file: Path) -> None:
+    """Beginning a piece again does not go on to the next one."""
+    found = read_reference(file, 1280, None)
+    reader = FileReader(found, found)
+    for number in (1, 0, 0, 1):
+        reader.begin(number)
+        given = reader.read(text.pieces[number][:-1])
+        expected = found.comparable_rows(found.rows(number), number)
+        assert mx.array_equal(given[-len(expected) :], expected).item()
 
 
 def test_an_odd_vocabulary(tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def _figures(
 ) -> list[Figures]:
     """Of the last of some texts, given one after the other to the same caches."""
     readers = [CacheReader(model, each.make_cache(model, len(ids))) for each in formats]
-    for text in (*before, ids):
+    for number, text in enumerate((*before, ids)):
         tallies = [Tally() for _ in readers]
         for reader in readers:
-            reader.reset()
+            reader.begin(number)
         compare(readers, text, tallies, **options)
     return [tally.figures() for tally in tallies]
 

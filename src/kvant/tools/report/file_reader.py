@@ -36,14 +36,11 @@ class FileReader:
         self.step_size = min(STEP_SIZE, logits_at_once(file.vocabulary))
         self._file = file
         self._expected = expected
-        self._piece = -1
-        self._place = 0  # in the piece
+        self.begin(0)
 
-    def reset(self) -> None:
-        """Go on to the next piece."""
-        self._piece += 1
-        self._place = 0
-        self._rows = self._file.comparable_rows(self._expected.rows(self._piece), self._piece)
+    def begin(self, piece: int) -> None:
+        self._place = 0  # in the piece
+        self._rows = self._file.comparable_rows(self._expected.rows(piece), piece)
 
     def read(self, ids: Sequence[int]) -> mx.array:
         lacking = len(self._file.text.pieces[0]) - 1 - len(self._rows)

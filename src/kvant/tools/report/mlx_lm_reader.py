@@ -76,9 +76,9 @@ class MlxLmReader:
         self._module = module
         self._format = cache_format
         self._reserved = reserved
-        self.reset()
+        self.begin(0)
 
-    def reset(self) -> None:
+    def begin(self, piece: int) -> None:
         from mlx_lm.models.cache import KVCache, make_prompt_cache
 
         caches: list[Any] = make_prompt_cache(self._module)

@@ -36,8 +36,11 @@ class Reader(Protocol):
     def nbytes(self) -> int:
         """Bytes of the cache, with the tokens it is reserved for."""
 
-    def reset(self) -> None:
-        """Empty the cache."""
+    def begin(self, piece: int) -> None:
+        """Empty the cache, to read the text's piece of that number, from 0.
+
+        A cache's predictions depend on the tokens it reads alone, those of a file on the number.
+        """
 
     def read(self, ids: Sequence[int]) -> mx.array:
         """Read tokens behind those in the cache. Returns (S, D) states, evaluated."""
@@ -72,7 +75,7 @@ class CacheReader:
     def nbytes(self) -> int:
         return self.cache.nbytes
 
-    def reset(self) -> None:
+    def begin(self, piece: int) -> None:
         self.cache.reset()
 
     def read(self, ids: Sequence[int]) -> mx.array:
@@ -167,7 +170,7 @@ def read_legs(
     chunks, singles = ([Tally() for _ in readers] for _ in range(2))
     for number, piece in enumerate(text.pieces):
         for reader in readers:
-            reader.reset()
+            reader.begin(number)
         single = 0 if number else decoded
         prompt = len(piece) - 1 - single
         expected = last = None
@@ -182,7 +185,7 @@ def answer(reader: Reader, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> 
     """Whether each answer would be written greedily: each of its tokens is the likeliest after those
     before it.
     """
-    reader.reset()
+    reader.begin(0)
     states = mx.concatenate(list(feed(reader, dialogue.ids, fed=fed)))
     return _are_right(reader.logits(states), dialogue)
 

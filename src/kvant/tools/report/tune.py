@@ -220,8 +220,8 @@ def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
         watched.append(Watched("watched", layer.transform.bias_split))
         layer.transform = watched[-1]
     reader = CacheReader(model, cache)
-    for piece in text.pieces:
-        reader.reset()
+    for number, piece in enumerate(text.pieces):
+        reader.begin(number)
         for _ in feed(reader, piece):
             pass
     return [Statistics.of(own) for own in watched]
