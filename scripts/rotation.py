@@ -53,13 +53,14 @@ def rotated_values() -> Iterator[None]:
 def figures(model: Any, text: Text, formats: Sequence[CacheFormat]) -> dict[str, list[dict[str, Any]]]:
     """Compare each format with the reference, by leg."""
     readers = [CacheReader(model, own.make_cache(model, TOKENS)) for own in (REFERENCE, *formats)]
-    sizes = [own.bytes_per_token(model) for own in (REFERENCE, *formats)]
+    legs = dict(zip(LEGS, read_legs(readers, text, DECODED), strict=True))
+    sizes = [round(reader.nbytes / TOKENS) for reader in readers]
     return {
         leg: [
             {"bytes_per_token": size, **asdict(tally.figures())}
             for size, tally in zip(sizes, tallies, strict=True)
         ]
-        for leg, tallies in zip(LEGS, read_legs(readers, text, DECODED), strict=True)
+        for leg, tallies in legs.items()
     }
 
 

@@ -17,8 +17,10 @@ from support.command import call, refusal
 from kvant.cache.kv_format import KVFormat
 from kvant.cache.pool_batch import PoolLayerView
 from kvant.models import Decoder, load_decoder
+from kvant.tools.report.formats import CacheFormat
+from kvant.tools.report.measure import measure
 from kvant.tools.report.texts import Text, built_in_text, halves
-from kvant.tools.report.tune import statistics, tune
+from kvant.tools.report.tune import measured, statistics, tune
 
 Pocket = tuple[Decoder, Any]
 
@@ -49,11 +51,12 @@ def test_plants_are_found(pocket: Pocket, text: Text, factor: Any, constant: Any
     assert {own.kv_bits for own in chosen.layers} == {4}
 
 
-@pytest.mark.parametrize(("most", "is_apart", "size"), [(0.001, True, 640), (0.0006, False, 832)])
+@pytest.mark.parametrize(("most", "is_apart", "size"), [(0.001, True, 648), (0.0006, False, 840)])
 def test_layers_get_more_bits_until_it_is_enough(
     pocket: Pocket, text: Text, most: float, is_apart: bool, size: int
 ) -> None:
-    """At first the values of a layer are enough, where whole layers take 704 bytes; then two layers."""
+    """At first the values of a layer are enough, where whole layers take 712 bytes; then two layers."""
+    least = 576 + 8  # bytes a token at 4 bits: 576 for each more, and a share of the key transform
     seen: list[tuple[int, int]] = []
     chosen, tried = tune(
         pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=most, progress=lambda *done: seen.append(done)
@@ -61,10 +64,10 @@ def test_layers_get_more_bits_until_it_is_enough(
     bits = [bits for own in chosen.layers for bits in (own.kv_bits, own.value_bits)]
     assert 0 < bits.count(8) < 8
     found = {row.figures.mean_kld_nats: row.bytes_per_token for row in tried}
-    assert found[chosen.figures["mean_kld_nats"]] == 576 + 64 * bits.count(8)
+    assert found[chosen.figures["mean_kld_nats"]] == least + 64 * bits.count(8)
     assert chosen.figures["mean_kld_nats"] <= most
-    assert [row.bytes_per_token for row in tried if row.name.startswith("layer ")] == [576 + 128] * 4
-    assert [row.bytes_per_token for row in tried if " of layer " in row.name] == [576 + 64] * 8
+    assert [row.bytes_per_token for row in tried if row.name.startswith("layer ")] == [least + 128] * 4
+    assert [row.bytes_per_token for row in tried if " of layer " in row.name] == [least + 64] * 8
     enough = {row.bytes_per_token for row in tried if row.figures.mean_kld_nats <= most}
     assert found[chosen.figures["mean_kld_nats"]] == min(enough) == size
     assert any(own.kv_bits != own.value_bits for own in chosen.layers) == is_apart
@@ -92,15 +95,29 @@ def test_keys_alone_get_more_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with planted(channels({}), channels({}, 0.0), lambda at: mx.where(places[at][:, None], 4.0, 1.0)):
         chosen, tried = tune(model, text, kv_bits=4, kv_group_size=16, max_kld=0.02)
     enough = {row.name: row.bytes_per_token for row in tried if row.figures.mean_kld_nats <= 0.02}
+    least = 480 + 8  # bytes a token at 4 bits: 480 for each more, and a share of the key transform
     assert enough == {
-        "keys of 3, values of 3 layers at 8 bits": 480 + 3 * 128,
-        "keys of 3, values of 0 layers at 8 bits": 480 + 3 * 64,
+        "keys of 3, values of 3 layers at 8 bits": least + 3 * 128,
+        "keys of 3, values of 0 layers at 8 bits": least + 3 * 64,
     }
     assert [(own.kv_bits, own.value_bits) for own in chosen.layers] == [(8, 4)] * 3
     chosen.write(tmp_path / "tuned.json")
     assert KVFormat.of(tmp_path / "tuned.json") == chosen
     formats = model.make_cache(9, kv_format=tmp_path / "tuned.json").formats
     assert [own.bits for own in formats] == [(own.kv_bits, own.value_bits) for own in chosen.layers]
+
+
+@pytest.mark.parametrize("length", [100, 256])
+def test_bytes_a_token_are_the_reports(pocket: Pocket, length: int) -> None:
+    """Bytes that do not grow with the tokens, those of a key transform, are divided too."""
+    model, tokenizer = pocket
+    text = built_in_text(tokenizer, length, 2 * length)
+    four = CacheFormat(4, 32)
+    (row,) = measured(model, text, {"4 bits": four})
+    (result,) = measure("pocket", model, text, [four]).results
+    assert row.bytes_per_token == result.bytes_per_token
+    assert row.bytes_per_token == round(model.reserve_cache(length, four).nbytes / length)
+    assert row.bytes_per_token > four.marginal_bytes(model)
 
 
 def test_statistics_are_numpys(pocket: Pocket, text: Text) -> None:

@@ -67,7 +67,7 @@ class CacheFormat(CacheOptions):
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         return model.reserve_cache(max_seq_len, self)
 
-    def bytes_per_token(self, model: LanguageModel) -> int:
+    def marginal_bytes(self, model: LanguageModel) -> int:
         """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left
         out.
         """
@@ -119,7 +119,7 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
         except ValueError as error:
             raise ValueError(f"format {candidate.label}: {error}") from error
         if candidate.kv_format is not None:
-            candidate.bytes_per_token(model)  # that of another model is refused
+            candidate.make_cache(model, 1)  # a format of another model is refused
         if candidate.kv_bits and not candidate.bias_split and not has_bias(model):
             raise ValueError(
                 f"format {candidate.label}: the model's keys and values have no bias to split off"
@@ -134,7 +134,7 @@ def default_formats(model: LanguageModel) -> list[CacheFormat]:
         formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
         # A group that does not divide a width is cut: if that leaves the same cache, it is measured once.
         return list(
-            {candidate.bytes_per_token(model): candidate for candidate in reversed(formats)}.values()
+            {candidate.marginal_bytes(model): candidate for candidate in reversed(formats)}.values()
         )[::-1]
     head_dim = model.config.head_dim
     groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [

@@ -111,7 +111,7 @@ class Statistics:
 @dataclass(frozen=True, slots=True)
 class Row:
     name: str
-    bytes_per_token: int  # of one token more in all layers
+    bytes_per_token: int  # of the cache, divided by the tokens it is reserved for
     cache_bytes: int  # of the cache of a piece; layers with a window count in it
     figures: Figures
 
@@ -207,8 +207,9 @@ def measured(
             CacheReader(model, own.make_cache(model, longest)) for own in (REFERENCE, *dict(some).values())
         ]
         tallies, _ = read_legs(readers, text, fed=fed)
-        for (name, own), reader, tally in zip(some, readers[1:], tallies[1:], strict=True):
-            rows.append(Row(name, own.bytes_per_token(model), reader.cache.nbytes, tally.figures()))
+        for (name, _), reader, tally in zip(some, readers[1:], tallies[1:], strict=True):
+            per_token = round(reader.nbytes / longest)
+            rows.append(Row(name, per_token, reader.nbytes, tally.figures()))
     return rows
 
 
