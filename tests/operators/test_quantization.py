@@ -9,6 +9,7 @@ from support.oracle import Array, Spec
 from support.pmx_cases import draw_values
 
 from kvant.operators import dequantize, quantize
+from kvant.operators.packing import PACKINGS, stored_width
 from kvant.operators.quantization import quantize_fitted
 
 BITS = (8, 4)
@@ -32,6 +33,12 @@ def test_float32_needs_no_clip(quant_bit: int) -> None:
         x = one_to_two * np.float32(size)
         quantized = _quantized(mx.array(np.stack([x, -x], axis=-1)), quant_bit, 1)
         np.testing.assert_array_equal(quantized, np.broadcast_to([top, -top], quantized.shape))
+
+
+@pytest.mark.parametrize("bits", PACKINGS)
+def test_the_stored_width_is_the_packings(bits: int) -> None:
+    assert PACKINGS[bits].pack(mx.zeros((3, 2, 32))).shape == (3, stored_width(64, bits))
+    assert stored_width(64, 0) == 64
 
 
 def test_bfloat16_is_clipped() -> None:

@@ -73,3 +73,8 @@ PACKINGS = {
     8: Packing(mx.int8, 1, _pack_bytes, _unpack_bytes, _unpack_bytes_numpy),
     4: Packing(mx.uint8, 2, _pack_nibbles, _unpack_nibbles, _unpack_nibbles_numpy),
 }
+
+
+def stored_width(head_dim: int, bits: int) -> int:
+    """Return the length of the last axis of stored values; at 0 bits it is the head's."""
+    return head_dim * bits // 8 if bits else head_dim

@@ -16,8 +16,16 @@ from support.pools import with_layers
 from kvant.engine.generate import generate
 from kvant.errors import PromptError
 from kvant.models import Decoder, load_decoder
+from kvant.operators.packing import PACKINGS
 from kvant.text.prompt import encode_rendered, render_chat
-from kvant.tools.report.formats import REFERENCE, CacheFormat, check_formats, default_formats
+from kvant.tools.report.formats import (
+    NOTATION,
+    REFERENCE,
+    CacheFormat,
+    check_formats,
+    default_formats,
+    parse_formats,
+)
 from kvant.tools.report.runs import CacheReader, answer, answer_after_hit
 from kvant.tools.report.texts import (
     built_in_text,
@@ -32,6 +40,17 @@ FORMAT = CacheFormat(8, 32)
 
 
 class TestFormats:
+    @pytest.mark.parametrize("bits", PACKINGS)
+    def test_every_packing_has_a_notation(self, bits: int) -> None:
+        (found,) = parse_formats(f"{bits}g32")
+        assert (found.kv_bits, found.kv_group_size, found.label) == (bits, 32, f"{bits}g32")
+        assert str(bits) in NOTATION
+
+    @pytest.mark.parametrize("name", ["5g32", "84g32", "g32", "8", "8g", "8g1234567"])
+    def test_an_unknown_notation(self, name: str) -> None:
+        with pytest.raises(ValueError, match="is unknown; expected 0, or"):
+            parse_formats(name)
+
     def test_what_a_model_cannot_have(
         self, pocket: Pocket, make_checkpoint: Callable[..., tuple[Path, nn.Module]]
     ) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.packing import stored_width
 from kvant.operators.pmx.validation import ArrayRow, check_arrays, check_numbers
 from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quantization, quantized_dtype
 from kvant.operators.stored_tokens import stored_tokens
 
-# By cache_layout. The last axis is D, D/2 bytes or D/G.
+# By cache_layout. The last axis is D, D * bits / 8 bytes or D/G.
 STATIC_LAYOUTS = (("MaxB", "L", "2", "MaxS", "H"), ("L", "MaxB", "2", "H", "MaxS"))
 PACKED_LAYOUTS = (
     ("MaxT", "L", "2", "H"),
@@ -106,7 +107,7 @@ def check_call(
             raise ValueError("scale is given; expected none with quant_bit 0")
     elif scale is None:
         raise ValueError(f"scale is None; expected an array with quant_bit {quant_bit}")
-    arrays: list[ArrayRow] = [("cache", cache, (*axes, D // 2 if quant_bit == 4 else D), stored)]
+    arrays: list[ArrayRow] = [("cache", cache, (*axes, stored_width(D, quant_bit)), stored)]
     if scale is not None:
         arrays.append(("scale", scale, (*axes, D // quant_group), SCALE_DTYPES))
     check_arrays(

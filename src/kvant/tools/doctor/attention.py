@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from kvant.cache.pages import pages_for
 from kvant.operators.kernels.launch import Backend
+from kvant.operators.packing import stored_width
 from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
 from kvant.operators.paged_rows import PagedRows
@@ -20,8 +21,8 @@ Step = Callable[[mx.array], mx.array]  # a query (1, H, 1, D) to its attention
 def kvant_step(heads: Heads, tokens: int, dtype: mx.Dtype, *, bits: int, backend: Backend | None) -> Step:
     """A token is quantized and appended to a cache of zeros, and attends to it; ``backend`` None: unfused."""
     _, K, D = heads
-    shape, width = (2, K, tokens), D // 2 if bits == 4 else D
-    arrays = [mx.zeros((*shape, width), quantized_dtype(bits) if bits else dtype)]
+    shape = (2, K, tokens)
+    arrays = [mx.zeros((*shape, stored_width(D, bits)), quantized_dtype(bits) if bits else dtype)]
     arrays += [mx.zeros((*shape, D // GROUP), mx.float16)] if bits else []
     key = mx.ones((1, K, 1, D), dtype)
     pages = step_pages([range(pages_for(tokens))], [0], [tokens - 1], tokens, None)

@@ -11,13 +11,16 @@ from kvant.cache.kv_format import PMX
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import single_sizes
 from kvant.models import Decoder, LanguageModel
+from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS
 
-NOTATION = "0, or BITSgGROUP with 8 or 4 bits, such as 8g32, 4g64:nosplit or 4g32:pmx"
-DEFAULT_BITS, DEFAULT_GROUPS = (8, 4), (32, 64)
+_BITS = [str(bits) for bits in PACKINGS]
+NOTATION = f"0, or BITSgGROUP with {' or '.join(_BITS)} bits, such as 8g32, 4g64:nosplit or 4g32:pmx"
+DEFAULT_BITS = (8, 4)
+DEFAULT_GROUPS = (32, 64)
 MANY = 2**24  # tokens; more than any window
 
-_PATTERN = re.compile(r"(?P<bits>[84])g(?P<group>\d{1,6})(?P<whole>:nosplit)?(?P<pmx>:pmx)?")
+_PATTERN = re.compile(rf"(?P<bits>{'|'.join(_BITS)})g(?P<group>\d{{1,6}})(?P<whole>:nosplit)?(?P<pmx>:pmx)?")
 
 
 class Format(Protocol):
@@ -133,9 +136,8 @@ def default_formats(model: LanguageModel) -> list[CacheFormat]:
     if not isinstance(model, Decoder):
         formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
         # A group that does not divide a width is cut: if that leaves the same cache, it is measured once.
-        return list(
-            {candidate.marginal_bytes(model): candidate for candidate in reversed(formats)}.values()
-        )[::-1]
+        distinct = {candidate.marginal_bytes(model): candidate for candidate in reversed(formats)}
+        return list(distinct.values())[::-1]
     head_dim = model.config.head_dim
     groups = [group for group in DEFAULT_GROUPS if head_dim % group == 0] or [
         math.gcd(DEFAULT_GROUPS[0], head_dim)
