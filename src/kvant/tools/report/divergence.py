@@ -86,7 +86,8 @@ def divergence(expected: mx.array, given: mx.array) -> mx.array:
         expected, given: (S, vocab) float32 log-probabilities. A row is infinite if something expected is
             given none.
     """
-    p, q = mx.exp(expected), mx.exp(given)
+    p = mx.exp(expected)
+    q = mx.exp(given)
     # -inf - -inf would be NaN; an unexpected token counts as q alone
     d = mx.where(p > 0, expected - given, 0.0)
     near = p * (d + mx.expm1(-mx.clip(d, -1.0, 1.0)))

@@ -98,7 +98,8 @@ def parse_formats(text: str) -> list[CacheFormat]:
         if name == "0":
             parsed = REFERENCE
         elif match:
-            bits, split = int(match["bits"]), match["whole"] is None
+            bits = int(match["bits"])
+            split = match["whole"] is None
             if match["pmx"] and bits != FITTED_BITS:
                 raise ValueError(
                     f"format {name} is PMX's without :{PMX}, too; expected {bits}g{match['group']}"

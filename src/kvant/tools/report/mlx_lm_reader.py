@@ -60,7 +60,8 @@ class FloatReads:
         return self.cache.make_mask(*arguments, **options)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        group, bits = self.cache.group_size, self.cache.bits
+        group = self.cache.group_size
+        bits = self.cache.bits
         return tuple(
             mx.dequantize(packed, scales, biases, group_size=group, bits=bits)
             for packed, scales, biases in self.cache.update_and_fetch(keys, values)
@@ -89,7 +90,8 @@ class MlxLmReader:
                 f"leave out --compare {MLX_LM}"
             )
         if self._format.kv_bits:
-            group, bits = self._format.kv_group_size, self._format.kv_bits
+            group = self._format.kv_group_size
+            bits = self._format.kv_bits
             caches = [cache.to_quantized(group_size=group, bits=bits) for cache in caches]
         self._stored = caches
         self._read = [FloatReads(cache) for cache in caches] if self._format.kv_bits else caches

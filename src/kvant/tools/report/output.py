@@ -28,7 +28,8 @@ BESIDE = 0.03  # of the axis' width: formats of the same bytes are drawn so far 
 
 def describe(report: Report) -> list[str]:
     """Model, text, machine and versions: lines to print above the table."""
-    text, environment = report.text, report.environment
+    text = report.text
+    environment = report.environment
     pieces = "" if len(text.pieces) == 1 else f" in {len(text.pieces)} pieces of up to {len(text.pieces[0])}"
     left_out = f"; the {text.left_out} after them are left out" if text.left_out else ""
     compared = "reference,"
@@ -77,7 +78,8 @@ def _prefill(report: Report, results: Sequence[FormatResult]) -> Table:
 
 
 def _decode(report: Report, results: Sequence[FormatResult]) -> Table:
-    count, asked = report.reference.decode.positions, len(report.reference.recalled)
+    count = report.reference.decode.positions
+    asked = len(report.reference.recalled)
     title = f"Decode: {count} predictions, read one by one behind {report.prompt} tokens"
     made = _table(title, (*FIGURES, *["recall"] * bool(asked)))
     hits = ", ".join(
@@ -156,7 +158,8 @@ def plot(report: Report, path: Path) -> None:
                     else "s"
                 )
                 figures = result.legs[leg]
-                low, high = figures.mean_kld_nats, figures.p99_kld_nats
+                low = figures.mean_kld_nats
+                high = figures.p99_kld_nats
                 label = result.format.label if leg == LEGS[0] else None
                 axes.plot(place, low, marker, color=color, markersize=8, label=label)
                 if 0 < high < math.inf:

@@ -49,7 +49,8 @@ class Reference:
     def _stored(self, piece: int) -> mx.array:
         """(N, vocabulary) float32, as they were rounded."""
         length = len(self.text.pieces[0])
-        count, width = _predictions(length), _row_bytes(self.vocabulary)
+        count = _predictions(length)
+        width = _row_bytes(self.vocabulary)
         with open_user_file(self.path) as file:
             file.seek(self.start + piece * count * width)
             data = bytearray(file.read(count * width))

@@ -167,15 +167,18 @@ def read_legs(
     Returns:
         What each reader predicted after tokens that were read in chunks, and after those read one by one.
     """
-    chunks, singles = ([Tally() for _ in readers] for _ in range(2))
+    chunks = [Tally() for _ in readers]
+    singles = [Tally() for _ in readers]
     for number, piece in enumerate(text.pieces):
         for reader in readers:
             reader.begin(number)
         single = 0 if number else decoded
         prompt = len(piece) - 1 - single
-        expected = last = None
+        expected: mx.array | None = None
+        last: mx.array | None = None
         if others is not None:
-            expected, last = mx.split(rows := others.rows(number), [len(rows) - single])
+            rows = others.rows(number)
+            expected, last = mx.split(rows, [len(rows) - single])
         compare(readers, piece[: prompt + 1], chunks, expected=expected, fed=fed)
         compare(readers, piece[prompt:], singles, expected=last, step_size=1, fed=fed)
     return chunks, singles
@@ -200,12 +203,15 @@ def answer_after_hit(
         return []
     most = max(len(dialogue.ids) for dialogue in dialogues)
     sizes = {"sequences": 1, "max_seq_len": most, "prefill_step_size": STEP_SIZE}
-    pool, right = model.make_pool(2 * most, **sizes, options=cache), []
+    pool = model.make_pool(2 * most, **sizes, options=cache)
+    right: list[bool] = []
     for dialogue in dialogues:
-        ids, begin = list(dialogue.ids), dialogue.answers[0][0]
+        ids = list(dialogue.ids)
+        begin = dialogue.answers[0][0]
         for end in (begin, len(ids)):
             sequence = pool.sequence(len(ids), ids[:begin], whole_pages=False)
-            batch, logits = pool.batch([sequence]), [mx.zeros((sequence.length, model.config.vocab_size))]
+            batch = pool.batch([sequence])
+            logits = [mx.zeros((sequence.length, model.config.vocab_size))]
             for start in range(sequence.length, end, pool.prefill_step_size):
                 chunk = ids[start : min(end, start + pool.prefill_step_size)]
                 logits.append(model.every_logits(mx.array([chunk]), batch)[0])
@@ -264,7 +270,8 @@ class SideBySide:
 
     def error(self, number: int) -> float:
         """||given - exact|| / ||exact|| of another cache's output; infinite if it was not finite."""
-        exact, difference = self.squares[0], self.squares[1 + number]
+        exact = self.squares[0]
+        difference = self.squares[1 + number]
         if not math.isfinite(difference):
             return math.inf
         return math.sqrt(difference / exact) if exact else math.inf if difference else 0.0

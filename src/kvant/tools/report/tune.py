@@ -69,8 +69,10 @@ class Statistics:
 
     @classmethod
     def of(cls, watched: Watched) -> "Statistics":
-        sums, split = watched.sums, watched.bias_split
-        tokens, K = sums["tokens"], sums["base"].shape[0]
+        sums = watched.sums
+        split = watched.bias_split
+        tokens = sums["tokens"]
+        K = sums["base"].shape[0]
         mean = sums["keys"] / tokens
         spread = mx.sqrt(mx.maximum(sums["key squares"] / tokens - mx.square(mean), 1e-12))
         # Of a model that attends in its own way no queries are seen.
@@ -133,7 +135,9 @@ def tune(
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
-    done, singles, halvings = 0, 3 * len(seen), 2 * len(seen).bit_length() + 3
+    done = 0
+    singles = 3 * len(seen)
+    halvings = 2 * len(seen).bit_length() + 3
     total = text.tokens * (len(PARTS) + singles + singles // AT_ONCE + 3 + 2 * halvings)
 
     def fed(count: int) -> None:
@@ -150,13 +154,17 @@ def tune(
 
     allowed = [own for own in PARTS if "center" not in own or not getattr(model, "has_sinks", False)]
     tried = measured(model, text, {own or "plain": made(own) for own in allowed}, fed)
-    best, parts = tried[0], ""
+    best = tried[0]
+    parts = ""
     for row, own in zip(tried, allowed, strict=True):
         if row.figures.mean_kld_nats < WORTH * best.figures.mean_kld_nats:
-            best, parts = row, own
-    last, more = best, set[Side]()
+            best = row
+            parts = own
+    last = best
+    more = set[Side]()
     if best.figures.mean_kld_nats > max_kld and kv_bits < MORE_BITS:
-        kld, size = best.figures.mean_kld_nats, best.cache_bytes
+        kld = best.figures.mean_kld_nats
+        size = best.cache_bytes
 
         def measure(given: Mapping[str, Collection[Side]]) -> list[Row]:
             names = {f"{name} at {MORE_BITS} bits": made(parts, own) for name, own in given.items()}
@@ -187,7 +195,8 @@ def tune(
         last, more = least({f"layer {n}": {(n, side) for side in SIDES} for n in range(len(seen))})
         row, apart = least({f"{side} of layer {n}": {(n, side)} for n in range(len(seen)) for side in SIDES})
         if row.cache_bytes - size <= WORTH_APART * (last.cache_bytes - size):
-            last, more = row, apart
+            last = row
+            more = apart
     chosen = made(parts, more).kv_format
     assert chosen is not None
     return replace(
