@@ -59,8 +59,9 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
     x_at, weight_at, output_at = _address(rows), _address(weight), _address(output)
     count, size = len(rows), mx.float32.size
 
-    def part(first: int, last: int) -> None:
-        """Some of the outputs."""
+    def multiply_part(bounds: tuple[int, int]) -> None:
+        """Compute the outputs from the first of the bounds up to the second."""
+        first, last = bounds
         for start in range(0, num_inputs, block):
             for row in range(count):
                 multiply(
@@ -79,15 +80,9 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
                 )
 
     cores = 1 if weight.size < PARALLEL_ELEMENTS else cpu_cores()
-    bounds = [num_outputs * i // cores // PART_OUTPUTS * PART_OUTPUTS for i in range(cores)]
-    ends = [*bounds[1:], num_outputs]
-    todo = iter(zip(bounds, ends, strict=True))
-
-    def work() -> None:
-        for first, last in todo:
-            part(first, last)
-
-    run_in_threads(work, cores)
+    starts = [num_outputs * i // cores // PART_OUTPUTS * PART_OUTPUTS for i in range(cores)]
+    ends = [*starts[1:], num_outputs]
+    run_in_threads(multiply_part, zip(starts, ends, strict=True), cores)
     return output.reshape(*x.shape[:-1], num_outputs)
 
 

@@ -16,6 +16,7 @@ takes 0.1 s, so import this module only when it is needed.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
@@ -115,7 +116,8 @@ def _attend_blocks(
     parts = np.empty((len(blocks), S, K, N, values.width + 2), np.float32)
     first_block = blocks[0]
 
-    def attend(block: int, head: int) -> None:
+    def attend(task: tuple[int, int]) -> None:
+        block, head = task
         start = max(tokens.first, block * BLOCK_TOKENS)
         stop = min(tokens.end, (block + 1) * BLOCK_TOKENS)
         rows = cut_runs(tokens.runs, start - tokens.first, stop - tokens.first)
@@ -148,14 +150,8 @@ def _attend_blocks(
             sums = _group_products(floats[visible], scaled, transposed=True)
             parts[block - first_block, query, head, :, :-2] = sums.reshape(N, -1)  # (N, G, Dv/G) -> (N, Dv)
 
-    todo = iter([(block, head) for block in blocks for head in range(K)])
-
-    def work() -> None:
-        for block, head in todo:
-            attend(block, head)
-
     is_large = (tokens.end - tokens.first) * K >= PARALLEL_TOKENS
-    run_in_threads(work, cpu_cores() if is_large else 1)
+    run_in_threads(attend, product(blocks, range(K)), cpu_cores() if is_large else 1)
     return [
         parts[begin // BLOCK_TOKENS - first_block : -(-end // BLOCK_TOKENS) - first_block, query]
         for query, (begin, end) in enumerate(tokens.seen)

@@ -94,16 +94,15 @@ def attend_tiles(
     output = np.empty((K, H // K, S, values.width), np.float32)
     size = max(1, TILE_ROWS // (H // K))
     starts = range((S - 1) // size * size, -1, -size)  # the last tiles see the most: they begin first
-    todo = iter([*product(starts, range(K))])
 
-    def work() -> None:
-        for start, head in todo:
-            stop = min(S, start + size)
-            sums = _attend_tile(queries[head, :, start:stop], head, T - S + start, tokens)
-            sink = None if of_sinks is None else of_sinks[head]
-            output[head, :, start:stop] = join_blocks(sums[None], value_bias[head], sink)
+    def attend(tile: tuple[int, int]) -> None:
+        start, head = tile
+        stop = min(S, start + size)
+        sums = _attend_tile(queries[head, :, start:stop], head, T - S + start, tokens)
+        sink = None if of_sinks is None else of_sinks[head]
+        output[head, :, start:stop] = join_blocks(sums[None], value_bias[head], sink)
 
-    run_in_threads(work, cpu_cores())
+    run_in_threads(attend, product(starts, range(K)), cpu_cores())
     return mx.array(output.reshape(1, H, S, -1)).astype(query.dtype)
 
 

@@ -4,9 +4,11 @@ MLX computes with one thread for each stream, so work for several cores has to b
 """
 
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -14,6 +16,7 @@ import mlx.core as mx
 # numbers that it has alone, to the bit: text with drafts is text without. Products of large float32 matrices
 # do with OpenBLAS on any processor, others with AVX-512 only.
 FEW_ROWS = 8
+Task = TypeVar("Task")
 
 
 @cache
@@ -27,17 +30,29 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_in_threads(work: Callable[[], None], count: int) -> None:
-    """Run ``work`` in this thread and in ``count`` - 1 others, and wait for all, even after an interruption.
+def run_in_threads(work: Callable[[Task], None], tasks: Iterable[Task], count: int) -> None:
+    """Call ``work`` with each task, in this thread and in ``count`` - 1 others, and wait for all threads.
 
-    The calls share an iterator of tasks. What ``work`` refers to stays alive until the last call has ended.
+    If a call raises, or is interrupted, the other threads finish the task that they have and take no more.
+    What ``work`` refers to stays alive until the last call has ended.
     """
-    others = [_threads().submit(work) for _ in range(count - 1)]
+    todo = iter(tasks)
+
+    def run() -> None:
+        try:
+            for task in todo:
+                work(task)
+        finally:
+            deque(todo, maxlen=0)  # none are left, except after an error
+
+    others = [_threads().submit(run) for _ in range(count - 1)]
     try:
-        work()
+        run()
     finally:
         for other in others:
-            other.result()
+            other.exception()  # waits
+    for other in others:
+        other.result()
 
 
 @cache
