@@ -22,7 +22,9 @@ from kvant.bridge.model import BridgedModel
 from kvant.cache import Identity
 from kvant.cache.disk import DiskCache
 from kvant.cache.layer_format import DTYPE_NAMES
-from kvant.cache.pool_disk import packed, unpacked
+from kvant.cache.layer_group import LayerGroup
+from kvant.cache.pool_disk import PageGoneError, PoolDisk, packed, unpacked
+from kvant.cache.prefix import digests
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.scheduler import Scheduler
 
@@ -266,6 +268,65 @@ def test_one_answer_heals_its_text(name: str, every: int, disk: DiskCache) -> No
         ((again, known),) = _run(server(model, disk)[0], text)
         assert again == fresh_answers(model, text)[0]
         assert known >= 500
+
+
+def _written(model: BridgedModel, disk: DiskCache) -> list[int]:
+    """Return a conversation's text, which has been written to the disk."""
+    cache = model.make_cache(900, kv_bits=8)
+    cache.use_disk(disk)
+    text = turn(random.Random(3), 700)
+    ask(model, cache, text)
+    disk.flush(30)
+    return text
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_a_conversation_removes_what_is_behind_a_wrong_page(
+    name: str, disk: DiskCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layer groups: only the pages before the wrong one were seen to be right."""
+    model = _model(name, **WINDOWS.get(name, {}))
+    text = _written(model, disk)
+    cache = model.make_cache(900, kv_bits=8)
+    cache.use_disk(disk)
+    hashes = digests(text, b"")
+    pool_disk = cache.pool.disk
+    assert pool_disk is not None
+    read = PoolDisk.page
+
+    def page(self: PoolDisk, group: LayerGroup, digest: bytes, rows: int) -> list[mx.array]:
+        if group.window is None and digest == hashes[2]:
+            raise PageGoneError("wrong")
+        return read(self, group, digest, rows)
+
+    monkeypatch.setattr(PoolDisk, "page", page)
+    assert all(pool_disk.has(group, hashes[4]) for group in cache.pool.groups)
+    cache.pool.prefixes.read_into(cache.sequence, [*text, 5])
+    assert cache.offset == 0
+    main = cache.pool.main
+    assert [pool_disk.has(main, digest) for digest in hashes] == [True, True, False, False, False]
+    assert not any(pool_disk.has(group, hashes[4]) for group in cache.pool.groups)
+
+
+def test_other_errors_while_reading_are_raised(disk: DiskCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that the rest of the code misses is no page that is gone."""
+    model = _model("qwen3")
+    prompt = [*_written(model, disk), 5]
+    cache = model.make_cache(900, kv_bits=8)
+    cache.use_disk(disk)
+    pool = model.make_pool(**SIZES)
+    pool.use_disk(disk)
+
+    def fail(*_: object) -> None:
+        raise FileNotFoundError("another file")
+
+    monkeypatch.setattr(LayerGroup, "put_page", fail)
+    for read in (
+        lambda: cache.pool.prefixes.read_into(cache.sequence, prompt),
+        lambda: pool.prefixes.fetch(prompt, most=9),
+    ):
+        with pytest.raises(FileNotFoundError):
+            read()
 
 
 def test_a_whole_file_of_something_else_is_none(disk: DiskCache) -> None:

@@ -32,6 +32,10 @@ VERSION = 1
 Parsed = TypeVar("Parsed")
 
 
+class PageGoneError(Exception):
+    """A page, or states, that were in the disk cache are not there now, or are wrong."""
+
+
 class PoolDisk:
     """Files of one model and format in a disk cache, which may have others' too."""
 
@@ -73,11 +77,11 @@ class PoolDisk:
         self.disk.put(self._name(None, digest), size, lambda: packed(arrays))
 
     def page(self, group: LayerGroup, digest: bytes, rows: int) -> list[mx.array]:
-        """Return the rows of a page, for :meth:`LayerGroup.put_page`; raise as :meth:`states` does."""
+        """Return the rows of a page, for :meth:`LayerGroup.put_page`; raise :class:`PageGoneError`."""
         return self._get(group, digest, partial(unpacked, expected=_rows(group, rows)))  # type: ignore[arg-type]
 
     def states(self, digest: bytes) -> list[Arrays]:
-        """Return the states after a text; raise FileNotFoundError if they are not there, or wrong."""
+        """Return the states after a text; raise :class:`PageGoneError` if they are not there."""
 
         def parse(data: bytes) -> list[Arrays]:
             rest = iter(unpacked(data))
@@ -111,7 +115,7 @@ class PoolDisk:
                 return parse(data)
         except (ValueError, RecursionError):
             self.disk.remove(name)
-        raise FileNotFoundError(f"{name} is not in the disk cache")
+        raise PageGoneError(f"{name} is not in the disk cache")
 
 
 def _rows(group: LayerGroup, rows: int) -> list[Stored]:

@@ -1,9 +1,8 @@
 """Which prefix of a prompt a pool has already: in the index of its pages, and on disk."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 
 import mlx.core as mx
 
@@ -11,7 +10,7 @@ from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.layer_format import State
 from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cache.pool_disk import PoolDisk
+from kvant.cache.pool_disk import PageGoneError, PoolDisk
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.cache.prefix import as_text, digests, extended, root
 from kvant.threads import ComputeLock
@@ -56,7 +55,7 @@ class PrefixSearch:
     def __init__(
         self, groups: Sequence[LayerGroup], main: LayerGroup, states: Sequence[State], lock: ComputeLock
     ) -> None:
-        """``groups``: the layers of a pool. ``main``: the group that sees most. ``turn``: the pool's lock."""
+        """``groups``: the layers of a pool. ``main``: the group that sees most. ``lock``: the pool's."""
         self._groups = groups
         self._main = main
         self._states = states
@@ -94,7 +93,8 @@ class PrefixSearch:
         while hashes and not self._has(self._main, hashes[-1], on_disk=True):
             hashes.pop()
         length = len(hashes) * PAGE_SIZE
-        before, behind = hashes[-1] if hashes else root(salt), ids[length : length + PAGE_SIZE]
+        before = hashes[-1] if hashes else root(salt)
+        behind = ids[length : length + PAGE_SIZE]
         return length + self._main.prefix.most_alike(before, behind)[1]
 
     def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
@@ -110,15 +110,19 @@ class PrefixSearch:
         """
         if self.disk is None:
             return False
-        with self._lock, suppress(FileNotFoundError):
+        with self._lock:
             prefix = self._stored(prompt, salt, whole_pages)
             hashes = prefix.page_hashes
             for group in self._groups:
                 group.prefix.use(hashes)
             needed = (page for group in self._groups for page in prefix.pages(group))
             missing = [(group, number) for group, number in needed if hashes[number] not in group.prefix]
-            missing.sort(key=lambda page: page[1])  # what is before a wrong page has been read, and is right
-            for group, number, rows in islice(_read(self.disk, prefix, missing), most):
+            missing.sort(key=_number)
+            for place, (group, number) in enumerate(missing[:most]):
+                try:
+                    rows = _read(self.disk, prefix, missing[place:])
+                except PageGoneError:
+                    return True
                 before = hashes[number - 1] if number else root(salt)
                 if not group.take_in(hashes[number], before, prefix.page_ids(number), rows):
                     return False
@@ -126,10 +130,13 @@ class PrefixSearch:
             if len(missing) > most:
                 return True
             if self._states and hashes and self._main.prefix.checkpoints.states(hashes[-1]) is None:
-                text, states = as_text(prefix.ids, salt), self.disk.states(hashes[-1])
+                try:
+                    states = self.disk.states(hashes[-1])
+                except PageGoneError:
+                    return True
+                text = as_text(prefix.ids, salt)
                 self._main.prefix.keep(hashes[-1], Checkpoint(text, len(text), states=states))
             return False
-        return True
 
     def read_into(self, sequence: PoolSequence, prompt: Sequence[int]) -> None:
         """Have a single pool's sequence read a prefix from disk, if that is longer than what it has."""
@@ -140,11 +147,15 @@ class PrefixSearch:
             return
         sequence.trim(sequence.length)
         lost = {layer: prefix.first[group] * PAGE_SIZE for group in self._groups for layer in group.layers}
-        with suppress(FileNotFoundError), sequence.filling(lost, prefix.ids):
-            for group, table in zip(self._groups, sequence.tables, strict=True):
-                for _, number, rows in _read(self.disk, prefix, prefix.pages(group)):
-                    group.put_page(table.pages[number - table.start // PAGE_SIZE], rows)
-                mx.eval([layer.arrays for layer in group.layers])
+        tables = dict(zip(self._groups, sequence.tables, strict=True))
+        pages = [page for group in self._groups for page in prefix.pages(group)]
+        pages.sort(key=_number)
+        with suppress(PageGoneError), sequence.filling(lost, prefix.ids):
+            for place, (group, number) in enumerate(pages):
+                rows = _read(self.disk, prefix, pages[place:])
+                table = tables[group]
+                group.put_page(table.pages[number - table.start // PAGE_SIZE], rows)
+            mx.eval([layer.arrays for group in self._groups for layer in group.layers])
             if self._states:
                 sequence.will_have(len(prefix.ids), self.disk.states(prefix.page_hashes[-1]))
 
@@ -186,19 +197,21 @@ class PrefixSearch:
         return on_disk and self.disk is not None and self.disk.has(group, digest)
 
 
-def _read(
-    disk: PoolDisk, prefix: StoredPrefix, pages: Sequence[Page]
-) -> Iterator[tuple[LayerGroup, int, list[mx.array]]]:
-    """Read pages from disk: of each the layer group, its number and its rows.
+def _number(page: Page) -> int:
+    """Return the key by which pages are sorted: what is before a wrong one has been read, and is right."""
+    return page[1]
 
-    Raise FileNotFoundError at one that is gone, and remove those behind it. They are going to be computed and
+
+def _read(disk: PoolDisk, prefix: StoredPrefix, pages: Sequence[Page]) -> list[mx.array]:
+    """Read the rows of the first of the pages from disk.
+
+    Raise :class:`PageGoneError` if it is gone, and remove the others. They are going to be computed and
     written again: they may be wrong as well, which only a restart would show.
     """
-    for place, (group, number) in enumerate(pages):
-        try:
-            rows = disk.page(group, prefix.page_hashes[number], len(prefix.page_ids(number)))
-        except FileNotFoundError:
-            for other, behind in pages[place:]:
-                disk.remove(other, prefix.page_hashes[behind])
-            raise
-        yield group, number, rows
+    group, number = pages[0]
+    try:
+        return disk.page(group, prefix.page_hashes[number], len(prefix.page_ids(number)))
+    except PageGoneError:
+        for other, behind in pages:
+            disk.remove(other, prefix.page_hashes[behind])
+        raise
