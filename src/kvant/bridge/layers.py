@@ -249,9 +249,8 @@ class BridgedLayer:
                 more.
         """
         own, S, transform = self.layer.format, query.shape[2], self.layer.transform
-        if (
-            sinks is not None and transform.center is not None
-        ):  # a sink's share would change with the constant
+        # A sink's share would change with the constant.
+        if sinks is not None and transform.center is not None:
             self.attends = False
             return None
         if self._stored_keys is not None:

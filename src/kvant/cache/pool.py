@@ -49,9 +49,8 @@ class Pool:
     def __init__(
         self,
         formats: Sequence[LayerFormat],  # of each layer, with its window
-        transforms: Sequence[
-            KeyTransform
-        ],  # of each layer; position j is at column j of its bias split's rotation
+        # of each layer; position j is at column j of its bias split's rotation
+        transforms: Sequence[KeyTransform],
         *,
         tokens: int,  # of all sequences together; whole pages are made of them
         sequences: int,  # that can be open at once
@@ -117,9 +116,8 @@ class Pool:
         # The layers that see all tokens; where all have a window, those with the widest.
         self.main = max(groups, key=lambda group: math.inf if group.window is None else group.window)
         self.num_pages = self.main.pages.num
-        self.has_windows = any(
-            group.window is not None for group in groups
-        )  # pages move along with a sequence
+        # Whether pages move along with a sequence.
+        self.has_windows = any(group.window is not None for group in groups)
         self.formats = list(formats)
         # Runs the fused kernel, for the layers that it takes; None: every layer is unfused.
         self.backend = next((layer.backend for layer in layers if layer.backend is not None), None)

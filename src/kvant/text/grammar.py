@@ -34,9 +34,8 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._prepared: _Prepared | None = None
-        self._compiled: dict[
-            tuple[bytes, str], Grammar
-        ] = {}  # by salt and document, the last used at the end
+        # By salt and document, the last used at the end.
+        self._compiled: dict[tuple[bytes, str], Grammar] = {}
 
     def prepare(self) -> "_Prepared":
         """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile."""
