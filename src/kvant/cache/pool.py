@@ -121,7 +121,8 @@ class Pool:
         self.formats = list(formats)
         # Runs the fused kernel, for the layers that it takes; None: every layer is unfused.
         self.backend = next((layer.backend for layer in layers if layer.backend is not None), None)
-        self.max_sequences, self.num_sequences = sequences, 0  # that can be open at once, and that are
+        self.max_sequences = sequences  # that can be open at once
+        self.num_sequences = 0  # that are open
         self.max_seq_len = max_seq_len
         self.checkpoints = 0 if single and divided else checkpoints
         self.single = single

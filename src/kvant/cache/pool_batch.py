@@ -59,7 +59,8 @@ class PoolBatch:
     """
 
     def __init__(self, pool: "Pool", sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
-        self.pool, self.lock = pool, pool.lock
+        self.pool = pool
+        self.lock = pool.lock
         self.sequences = tuple(sequences)  # that take part, B of them
         count = len(self.sequences)
         # Of the inputs, B or more. Those past B are padding: nothing of them is written, and their attention
@@ -130,7 +131,8 @@ class PoolBatch:
                 sequence.check_room(S)
             self.deferred.write()
             every = self.lengths
-            lengths, placed = every[: len(self.sequences)], {}
+            lengths = every[: len(self.sequences)]
+            placed = {}
             for number, group in enumerate(self.pool.groups):
                 tables = [sequence.tables[number] for sequence in self.sequences]
                 rows = self.deferred.place(group, tables[0], S)
@@ -156,7 +158,8 @@ class PoolBatch:
                 begun with.
         """
         with self.lock, self.pool.handing_out():
-            step, count = self.step, len(self.sequences)
+            step = self.step
+            count = len(self.sequences)
             live = [(b, sequence) for b, sequence in enumerate(self.sequences) if not sequence.released]
             if step is None or any(sequence.step is not step for _, sequence in live):
                 raise RuntimeError(
@@ -241,7 +244,9 @@ def place_rows(
 ) -> PagedRows:
     """Return where S new tokens of each sequence are written, and what their queries read."""
     first = [group.first_read(length) for length in lengths]
-    new, read, counts = [], [], []
+    new = []
+    read = []
+    counts = []
     for table, length, seen in zip(tables, lengths, first, strict=True):
         end = length + new_tokens - table.start
         new.append(runs(table.pages, length - table.start, end))

@@ -41,7 +41,8 @@ class SequenceCheckpoints:
 
         Of more than the pool has checkpoints the second goes: the first is the end of the system prompt.
         """
-        pool, length = sequence.pool, sequence.length
+        pool = sequence.pool
+        length = sequence.length
         if not pool.checkpoints or pool.divided or not length or length in self._kept:
             return
         rows = {}

@@ -43,7 +43,9 @@ class SharedPrefix:
 
     def keep_checkpoint(self, asked: int | None, *, is_head: bool) -> None:
         """Keep the states, and the pages that are seen through windows, after all tokens."""
-        pool, salt, last = self._sequence.pool, self._sequence.salt, self._page_hashes[-1]
+        pool = self._sequence.pool
+        salt = self._sequence.salt
+        last = self._page_hashes[-1]
         text = as_text(self._ids, salt)
         for group in pool.groups:
             has_states = bool(pool.states) and group is pool.main
@@ -64,7 +66,8 @@ class SharedPrefix:
 
         ``mid_prompt``: only layers without a window are written.
         """
-        whole, hashes = self._whole_pages, self._page_hashes
+        whole = self._whole_pages
+        hashes = self._page_hashes
         for group, table in self._groups:
             if mid_prompt and group.window is not None:
                 continue

@@ -26,12 +26,16 @@ class PlannedBatch(PoolBatch):
         self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int
     ) -> None:
         """``tables``: of each layer group, each sequence's pages. Further ``rows`` are padding."""
-        self.pool, self.lock, self.sequences, self.rows = pool, pool.lock, (), rows
+        self.pool = pool
+        self.lock = pool.lock
+        self.sequences = ()
+        self.rows = rows
         self.step: mx.array | None = None
         self.embeddings: mx.array | None = None
         self._placed = {}
         self.deferred = DeferredWrites(None)
-        self._tables, self._lengths = tables, tuple(lengths)
+        self._tables = tables
+        self._lengths = tuple(lengths)
 
     @property
     def lengths(self) -> tuple[int, ...]:
