@@ -178,7 +178,7 @@ def tokens_at_once(row_bytes: int, new_tokens: int, quant_bit: int) -> int:
 
 
 def shares(counts: Sequence[int], most: int, long: int | None = None) -> Iterator[slice]:
-    """The sequences that are read together: of ``most`` rows at most, or one. With ``alone`` rows one is
+    """The sequences that are read together: of ``most`` rows at most, or one. With ``long`` rows one is
     by itself.
     """
     start, total = 0, 0

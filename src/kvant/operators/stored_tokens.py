@@ -30,7 +30,7 @@ def stored_tokens(
     Args:
         value_bit: of values; 0: as of keys.
         arrays: the cache, and its scale if there is one. The results have their dtypes.
-        alone: B is 1, and the results have no axis for it.
+        unbatched: B is 1, and the results have no axis for it.
         backend: where one launch quantizes both; None: MLX operations do.
         fit: 4 bits are those of :func:`kvant.operators.quantization.quantize_fitted`.
     """
