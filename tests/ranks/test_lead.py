@@ -4,7 +4,6 @@ pool.
 The other rank is a second model in this process, with all layers. Parts of a model are tested by themselves.
 """
 
-import copy
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -78,10 +77,9 @@ class Loopback:
 @pytest.fixture(params=WINDOWS)
 def led(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Lead, Loopback]:
     model = tiny_model(tmp_path, WINDOWS[request.param], hidden_size=128)
+    model.divided = True  # as of a rank's part
     other = Loopback(model)
-    first = copy.copy(model)
-    first.divided = True  # as Lead makes a part that is not wrapped
-    return Lead(Recorded(first), Ranks(mx.distributed.init()), other), other  # type: ignore[arg-type]
+    return Lead(Recorded(model), Ranks(mx.distributed.init()), other), other  # type: ignore[arg-type]
 
 
 def check(given: list[mx.array], other: Loopback) -> None:
@@ -198,6 +196,8 @@ def test_a_pool_of_requests_that_share_and_fork(
             answers[token.request] += [token.token or 0] if not token.answer else []
     assert ended == 4
     assert any(copies for message in other.messages if "copies" in message for copies in message["copies"])
+    follower_pools = other.follower._pools.values()
+    assert not any(group.take_copies() for each in follower_pools for group in each.groups)  # none pile up
     own = lead.part
     assert isinstance(own, Recorded)
     assert len(own.logits) > 30

@@ -177,6 +177,10 @@ class BridgedLayer:
         """The first token that is read, where the step has one row: Llama 4 makes its masks from there."""
         return self.group.first_read(self.offset)
 
+    def skip(self, num_tokens: int) -> None:
+        """Count new tokens that are stored elsewhere, by the rank that computes the layer."""
+        self.offset = self.offset + num_tokens
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (R, K, S, D) keys and (R, K, S, Dv) values.
 

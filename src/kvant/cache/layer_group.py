@@ -69,6 +69,10 @@ class PoolLayer:
         self.arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in stored)
         mx.eval(self.arrays, self.transform.arrays)
 
+    def watch(self, transform: KeyTransform) -> None:
+        """Have queries and keys go through another transform, which counts them, before any token is fed."""
+        self.transform = transform
+
     def tables(self) -> dict[str, mx.array]:
         """The biases that tokens are stored without, by their names in a snapshot."""
         split = self.transform.bias_split
@@ -96,7 +100,6 @@ class LayerGroup:
         prefix: the pages that new sequences may share.
         promised: pages that sequences may have but have not been given.
         is_fused: whether the fused kernel takes steps of a few tokens.
-        copied: page, page and number of rows of each copy since it was emptied; None: nobody wants to know.
     """
 
     window: int | None = None
@@ -105,12 +108,13 @@ class LayerGroup:
     def __init__(
         self, layers: Sequence[PoolLayer], num_pages: int, checkpoints: int = 0, *, logs_copies: bool = False
     ) -> None:
-        """``checkpoints``: of the prefix index. ``logs_copies``: note copies of pages in :attr:`copied`."""
+        """``checkpoints``: of the prefix index. ``logs_copies``: note copies for :meth:`take_copies`."""
         self.layers = tuple(layers)
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages, checkpoints)
         self.promised = 0
-        self.copied: list[tuple[int, int, int]] | None = [] if logs_copies else None
+        self._logs_copies = logs_copies
+        self._copied: list[tuple[int, int, int]] = []
         self.is_fused = any(layer.backend is not None for layer in layers)
 
     def limit(self, max_tokens: int) -> int:
@@ -292,11 +296,17 @@ class LayerGroup:
 
     def copy(self, page: int, to: int, rows: int) -> None:
         """Copy the first rows of a page to another, in all layers."""
-        if self.copied is not None:
-            self.copied.append((page, to, rows))
+        if self._logs_copies:
+            self._copied.append((page, to, rows))
         layer_rows = self.page_rows(page, rows)
         mx.eval(layer_rows)  # before the write: MLX would copy the whole array for it
         self.put_page(to, layer_rows)
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        """Return page, page and number of rows of each copy since the last call, if copies are noted."""
+        copied = self._copied
+        self._copied = []
+        return copied
 
     def page_rows(self, page: int, rows: int) -> list[mx.array]:
         """The first rows of a page, of each array of each layer; copies."""

@@ -47,9 +47,6 @@ class PrefixSearch:
     """Finds the longest prefix of a prompt that is stored, and reads what of it is on disk.
 
     The prompt's last token is never part of it: one has to be fed for there to be logits.
-
-    Attributes:
-        disk: its pages and states on disk; None: there is no disk cache.
     """
 
     def __init__(
@@ -60,7 +57,16 @@ class PrefixSearch:
         self._main = main
         self._states = states
         self._lock = lock
-        self.disk: PoolDisk | None = None
+        self._disk: PoolDisk | None = None
+
+    @property
+    def disk(self) -> PoolDisk | None:
+        """Its pages and states on disk; None: there is no disk cache."""
+        return self._disk
+
+    def use_disk(self, disk: PoolDisk) -> None:
+        """Find and read prefixes on disk too."""
+        self._disk = disk
 
     def find(
         self, prompt: Sequence[int], salt: bytes, whole_pages: bool, *, on_disk: bool = False

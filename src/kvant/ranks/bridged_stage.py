@@ -67,6 +67,8 @@ class BridgedStageModel(BridgedModel):
     nobody reads.
     """
 
+    divided = True  # other ranks hold a part of its caches
+
     def __init__(
         self,
         module: Module,
@@ -159,7 +161,7 @@ class BridgedStageModel(BridgedModel):
                 entry = self._cache.entries[cache]
                 for part in getattr(entry, "caches", [entry]):
                     if isinstance(part, BridgedLayer):
-                        part.offset = part.offset + hidden.shape[1]
+                        part.skip(hidden.shape[1])
         if number == len(self._found.paths) - 1 and rank == 0 and size > 1 and self._returns:
             hidden = self.ranks.receive(hidden.shape, hidden.dtype, size - 1)
             mx.eval(hidden)  # a step that is given up from here on leaves no message behind for the next one

@@ -103,6 +103,7 @@ def _planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
     for group, copies in zip(pool.groups, plan["copies"], strict=True):
         for page, to, rows in copies:
             group.copy(page, to, rows)
+        group.take_copies()  # no other rank waits for this one's
     tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
     return PlannedBatch(pool, tables, plan["lengths"], plan["rows"])
 

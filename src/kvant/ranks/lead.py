@@ -47,7 +47,6 @@ class Lead(CacheMaker):
         theirs.
         """
         self.part, self.ranks = part, ranks
-        part.divided = True  # from here on it makes caches of which other ranks hold a part
         self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
         self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
         self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
@@ -146,10 +145,7 @@ class Lead(CacheMaker):
 def _pool_plan(batch: PoolBatch) -> dict[str, Any]:
     """Describe a batch's step: the pages that were copied since the last one, and each token's place."""
     groups = batch.pool.groups
-    copies = []
-    for group in groups:
-        copies.append(group.copied or [])
-        group.copied = []
+    copies = [group.take_copies() for group in groups]
     tables = [
         [(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(groups))
     ]

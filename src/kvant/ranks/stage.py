@@ -28,6 +28,8 @@ class StageDecoder(Decoder):
         evaluated.
     """
 
+    divided = True  # other ranks hold a part of its caches
+
     def __init__(self, ranks: Ranks, parts: DecoderParts, all_windows: Sequence[int | None]) -> None:
         """``all_windows``: of the whole model's layers."""
         nothing = mx.zeros((parts.config.hidden_size, 0))

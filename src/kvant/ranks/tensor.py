@@ -58,6 +58,8 @@ class TensorBlock(Block):
 class TensorDecoder(Decoder):
     """A rank's part of a decoder. Its config, caches and pools are of its own heads."""
 
+    divided = True  # other ranks hold a part of its caches
+
     def __init__(self, parts: DecoderParts, ranks: Ranks, dealt: Sequence[Share]) -> None:
         """``dealt``: the share of each rank."""
         super().__init__(parts)

@@ -227,8 +227,9 @@ def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
     cache = model.reserve_cache(len(text.pieces[0]), CacheOptions(0))
     watched = []
     for layer in cache.pool.layers:
-        watched.append(Watched("watched", layer.transform.bias_split))
-        layer.transform = watched[-1]
+        counting = Watched("watched", layer.transform.bias_split)
+        layer.watch(counting)
+        watched.append(counting)
     reader = CacheReader(model, cache)
     for number, piece in enumerate(text.pieces):
         reader.begin(number)
