@@ -106,6 +106,18 @@ def test_bytes_are_known_before() -> None:
         assert more == sum(array.nbytes for array in arrays)
 
 
+def test_what_are_no_options_is_refused(pocket: tuple[Any, Any]) -> None:
+    with pytest.raises(ArgumentError, match=r"kv_format is 'tuned.json'; .*from_keywords"):
+        CacheOptions(kv_format="tuned.json")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="bias_split is None"):
+        CacheOptions(bias_split=None)  # type: ignore[arg-type]
+    for given in (None, {"kv_bits": 4}):
+        with pytest.raises(TypeError, match=f"options is a {type(given).__name__}; expected"):
+            pocket[0].make_pool(256, sequences=2, options=given)
+        with pytest.raises(TypeError, match="options is a"):
+            pocket[0].reserve_cache(256, given)
+
+
 def test_formats_of_before_have_no_front() -> None:
     own = LayerFormat.of_rows(2, 64, 64, 4, 32, "F32", window=None, max_seq_len=9)
     assert "front" not in own.as_json()  # nor do those of now that have none: what was written is read

@@ -63,6 +63,7 @@ USAGE = [
     ("chat --checkpoints 3", "--checkpoints is 3; this model has no windows and no states"),
     ("generate a --max-kv-size 0", "--max-kv-size is 0"),
     ("plan --max-kv-size all", "--max-kv-size is 'all'"),
+    ("generate a --n 10001", "--n is 10001; expected at most 10000"),
     ("generate a --prefill-step-size -1", "--prefill-step-size is -1"),
     ("generate a --deterministic --prefill-step-size 64", "--deterministic reads prompts in chunks of 128"),
     ("generate a --stop ''", "--stop is empty"),

@@ -119,7 +119,8 @@ def test_layers_that_cannot_be_rotated_stay_as_they_were(tmp_path: Path) -> None
     assert [own.transform_name for own in model.make_cache(9, **options).formats] == ["", ""]
     assert all(own.transform_name for own in model.make_cache(9, **options, bias_split=False).formats)
     transforms = {
-        name: {own.transform_name[:6] for own in bridged(name).make_cache(9, **options).formats} for name in KINDS
+        name: {own.transform_name[:6] for own in bridged(name).make_cache(9, **options).formats}
+        for name in KINDS
     }
     assert transforms.pop("deepseek_v32") == {""}
     assert all("rotate" in own for own in transforms.values())

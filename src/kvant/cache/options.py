@@ -46,6 +46,11 @@ class CacheOptions:
     rotates: bool = True
 
     def __post_init__(self) -> None:
+        if type(self.kv_format) not in (KVFormat, type(None)):
+            given = f"{self.kv_format!r:.80}"
+            raise ArgumentError(
+                "kv_format", f"is {given}; CacheOptions.from_keywords takes a file, or {PMX!r}"
+            )
         if self.kv_format is not None:
             quantized = [layer for layer in self.kv_format.layers if layer.kv_bits] or self.kv_format.layers
             object.__setattr__(
@@ -156,3 +161,9 @@ class CacheOptions:
 
 
 DEFAULT_OPTIONS = CacheOptions()
+
+
+def check_options(options: object) -> None:
+    """Raise a TypeError for options that are no CacheOptions."""
+    if not isinstance(options, CacheOptions):
+        raise TypeError(f"options is a {type(options).__name__}; expected a kvant.cache.CacheOptions")

@@ -27,7 +27,8 @@ from kvant.engine.sampler import greedy
 from kvant.engine.sampling import SamplingOptions
 from kvant.engine.stream import GenerationResponse, TextRequest, responses
 
-SEQUENCES = 8  # at once, where nobody says how many
+SEQUENCES = 8  # at once, unless --sequences says how many
+MAX_ANSWERS = 10_000  # of --n
 
 
 @options.with_options
@@ -101,6 +102,8 @@ def generate(
                 flag = options.flag(name)
                 raise BadValueError(f"{flag} needs the chat template that --ignore-chat-template leaves out")
     options.check_counts(n=n, sequences=sequences)
+    if n > MAX_ANSWERS:
+        raise BadValueError(f"--n is {n}; expected at most {MAX_ANSWERS}")
     options.check_text(
         prefill_response=prefill, prompt_cache_file=prompt_cache_file, prompts_file=prompts_file
     )

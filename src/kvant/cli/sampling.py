@@ -54,7 +54,8 @@ def describe_sampling(
             if value:
                 shown.append((f"logit bias of {len(value)} tokens", "given"))
         elif name == "temp" or used.changes(name):
-            words = f"{NAMES.get(name, name.replace('_', ' '))} {value + 0.0:.15g}"  # -0.0 is 0
+            number = str(value) if isinstance(value, int) else f"{value + 0.0:.15g}"  # -0.0 is 0
+            words = f"{NAMES.get(name, name.replace('_', ' '))} {number}"
             if getattr(given, name) == value:
                 set_to, place = origins.get(name, (None, ""))
                 source = place if set_to == value else "given"
