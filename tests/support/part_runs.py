@@ -23,8 +23,8 @@ def run_ids(vocabulary: int) -> list[int]:
 
 
 def cached_run(model: LanguageModel, bits: int | None, tuned: Path | None = None) -> mx.array:
-    """Logits (N, vocab): of each chunk's last token but the first's; of one that goes back, is forked, is
-    emptied.
+    """Logits (N, vocab): of each chunk's last token but the first's; of one that goes back, is forked (of a
+    whole model), is emptied.
     """
     cache = model.make_cache(64, kv_bits=bits, kv_format=tuned)
     ids, steps = mx.array([run_ids(model.config.vocab_size)]), []
@@ -43,7 +43,8 @@ def cached_run(model: LanguageModel, bits: int | None, tuned: Path | None = None
             cache.commit()
     if cache.can_trim_to(sum(CHUNKS) - 4):
         cache.trim_to(sum(CHUNKS) - 4)
-    cache = cache.fork()
+    if not model.divided:  # a rank's caches are not forked
+        cache = cache.fork()
     keep(model(mx.array([[5, 9]]), cache=cache), commits=False)
     # of a draft
     keep(model.every_logits(mx.array([[5, 9, 2, 7]]), cache), accepted=2 if cache.pool.takes_back else None)
