@@ -218,7 +218,8 @@ class PoolLayerView:
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        if sinks is not None and self.transform.center is not None:
+        transform = self.layer.transform
+        if sinks is not None and transform.center is not None:
             raise ValueError(
                 "keys are stored without a constant, which would change the share of learned sinks"
             )
@@ -230,7 +231,7 @@ class PoolLayerView:
             self.batch.placed(self.group),
             **self.layer.operands,
             mask=mask,
-            bias_split=self.transform.bias_split,
+            bias_split=transform.bias_split,
             sinks=sinks,
             backend=self.layer.backend,
         )
