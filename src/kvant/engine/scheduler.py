@@ -265,7 +265,7 @@ class Scheduler:
         """
         if self._prefilling is not None or self._model.computes_at_once or step.batch.computes_at_once:
             return None
-        if not step.allows_lookahead or self._speculation.may_draft_next():
+        if step.is_speculative or self._speculation.may_draft_next():
             return None
         return begin_lookahead(self._model, self._pool, step, self._running, rows=self._rows)
 
@@ -329,7 +329,7 @@ class Scheduler:
             self._take(answer, token)
 
     def _wait_for_lookahead(self) -> None:
-        """Wait until nothing reads the pool's arrays: MLX would copy them for whoever writes."""
+        """Wait until nothing reads the pool's arrays: MLX would copy them for the next write."""
         if self._lookahead is not None:
             mx.eval(self._lookahead.logits)
 

@@ -34,14 +34,8 @@ class SpeculativeStep(Step):
             mx.async_eval(self.sampled.arrays)
 
     @property
-    def num_drafted(self) -> int:
-        """Drafted tokens that the step verifies, the most of any answer."""
-        return max(map(len, self.drafts))
-
-    @property
-    def allows_lookahead(self) -> bool:
-        """False: what the next step feeds depends on how many tokens are accepted."""
-        return False
+    def is_speculative(self) -> bool:
+        return True
 
     def tokens(self) -> list[tuple[Answer, SampledToken | Exception, bool]]:
         """Verify the drafts, and commit the tokens that were drafted correctly."""
@@ -187,9 +181,8 @@ class Speculation:
         if not self._ready:
             self.interrupt()
             return
-        is_plain = step.num_drafted is None
         self.counts.steps += len(step.answers)
-        if is_plain:
+        if not step.is_speculative:
             self.counts.tokens += len(step.answers)
         now = time.perf_counter()
         self._step_seconds = None if self._read_at is None else now - self._read_at
@@ -197,7 +190,7 @@ class Speculation:
         # If a step computes when it is queued, none did since the last was read, or two did.
         if step.is_lookahead == (following is None):
             self._step_seconds = None
-        if is_plain and self._step_seconds is not None:
+        if not step.is_speculative and self._step_seconds is not None:
             self._choice.stepped(self._step_seconds, is_lookahead=step.is_lookahead or self._pool.divided)
 
     def commit(

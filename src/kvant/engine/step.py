@@ -32,14 +32,9 @@ class Step:
         self.batch.commit(ids=[answer.tokens[-1:] for answer in self.answers])
 
     @property
-    def num_drafted(self) -> int | None:
-        """Drafted tokens that the step verifies, the most of any answer; None: it verifies none."""
-        return None
-
-    @property
-    def allows_lookahead(self) -> bool:
-        """Whether the step after this one can begin before this one's tokens were read."""
-        return True
+    def is_speculative(self) -> bool:
+        """Whether it verifies drafts: what the next step feeds depends on how many tokens are accepted."""
+        return False
 
     def wait(self) -> None:
         """Wait until the step was computed."""
