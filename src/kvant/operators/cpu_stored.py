@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvant import blas
-from kvant.operators.packing import PACKINGS
+from kvant.operators.packing import PACKINGS, stored_width
 from kvant.operators.paged_rows import Run
 
 FLOAT_BYTES = 4
@@ -86,7 +86,7 @@ def stored_keys_and_values(
     if numbers.shape[0] == 2:
         key_scales, value_scales = (None, None) if scales is None else scales
         return Stored(numbers[0], key_scales, quant_bit), Stored(numbers[1], value_scales, quant_bit)
-    split = key_dim * quant_bit // 8 if quant_bit else key_dim
+    split = stored_width(key_dim, quant_bit)
     keys = numbers[0, ..., :split]
     values = numbers[0, ..., split:]
     if scales is None:
