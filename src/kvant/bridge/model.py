@@ -27,7 +27,7 @@ from kvant.bridge.pool import (
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache import KVCache
 from kvant.cache.identity import Identity
-from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions, check_options
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions, check_cache_options
 from kvant.cache.pool import check_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile
@@ -180,7 +180,7 @@ class BridgedModel(CacheMaker):
 
     def _check_format(self, options: CacheOptions) -> None:
         """Refuse what are no options, and a tuned format of another model."""
-        check_options(options)
+        check_cache_options(options)
         if options.kv_format is not None:
             options.kv_format.check(self.identity, len(leaves_of(self.entries, Attention)))
             if self.has_sinks and any(layer.center for layer in options.kv_format.layers):

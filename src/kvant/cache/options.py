@@ -163,7 +163,7 @@ class CacheOptions:
 DEFAULT_OPTIONS = CacheOptions()
 
 
-def check_options(options: object) -> None:
+def check_cache_options(options: object) -> None:
     """Raise a TypeError for options that are no CacheOptions."""
     if not isinstance(options, CacheOptions):
         raise TypeError(f"options is a {type(options).__name__}; expected a kvant.cache.CacheOptions")

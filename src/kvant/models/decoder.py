@@ -11,7 +11,7 @@ import mlx.core as mx
 from kvant.cache import AttentionCache, KVCache, ModelCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import narrow_window
-from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions, check_options
+from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions, check_cache_options
 from kvant.cache.pool import Pool, check_sizes, pool_bytes, single_sizes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.bias import ProjectionBias
@@ -268,7 +268,7 @@ class Decoder(CacheMaker):
         options: CacheOptions = DEFAULT_OPTIONS,
     ) -> Pool:
         check_process()
-        check_options(options)
+        check_cache_options(options)
         given = {"max_seq_len": max_seq_len or 1} if single else {"tokens": tokens}
         check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size)
         max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
