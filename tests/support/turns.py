@@ -49,7 +49,7 @@ def run(scheduler: Scheduler, *prompts: list[int], **options: Any) -> list[tuple
 def server(
     model: BridgedModel, disk: DiskCache | None = None, *, deterministic: bool = False, **changes: Any
 ) -> tuple[Scheduler, BridgedPool]:
-    """Of a pool of SIZES but for changes."""
+    """Of a pool of SIZES except for changes."""
     stored = {
         name: changes.pop(name) for name in ("kv_bits", "kv_group_size", "checkpoints") if name in changes
     }

@@ -245,7 +245,7 @@ class DiskCache:
             time.sleep(LOCK_RETRY_S)
 
     def _scan(self, *, is_locked: bool = False) -> None:
-        """Find the files that are there; whoever holds the folder removes those that are half written."""
+        """Find the files that are there; the holder of the folder's lock removes half-written ones."""
         found = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
