@@ -16,7 +16,8 @@ from kvant import blas
 from kvant.operators import cpu_paged_attention, cpu_prefill
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.paged_attention import attend_rows
-from kvant.operators.paged_rows import PagedRows, Run, cut_runs
+from kvant.operators.paged_rows import PagedRows
+from kvant.operators.row_runs import Run, cut_runs
 
 pytestmark = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="tiles are computed on a CPU")
 

@@ -21,7 +21,8 @@ from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
 from kvant.operators.paged_attention import attend_rows
 from kvant.operators.paged_kernel import StepPages, attend_pages
-from kvant.operators.paged_rows import PagedRows, cut_runs, read_rows, write_rows
+from kvant.operators.paged_rows import PagedRows, read_rows, write_rows
+from kvant.operators.row_runs import cut_runs
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens
 
 UNKNOWN = -1  # in place of a window

@@ -1,13 +1,15 @@
 """New tokens of a conversation that are written only when their step is committed."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import runs
 from kvant.cache.pool_sequence import PoolSequence
-from kvant.operators.paged_rows import PagedRows, put_rows
+from kvant.operators.paged_rows import PagedRows
+from kvant.operators.row_runs import put_rows
 
 
 class DeferredWrites:
@@ -21,7 +23,7 @@ class DeferredWrites:
         """``sequence``: of a single pool; None: nothing is deferred."""
         self._sequence = sequence
         self._start = 0  # the position of the first of the tokens
-        self._tokens: defaultdict[LayerGroup, list[tuple[PoolLayer, list[mx.array]]]] = defaultdict(list)
+        self._tokens: defaultdict[LayerGroup, list[tuple[PoolLayer, Sequence[mx.array]]]] = defaultdict(list)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -38,7 +40,7 @@ class DeferredWrites:
         before = runs(table.pages, first - table.start, self._start - table.start)
         return PagedRows(None, [before], [first], group.window)
 
-    def add(self, group: LayerGroup, layer: PoolLayer, tokens: list[mx.array]) -> None:
+    def add(self, group: LayerGroup, layer: PoolLayer, tokens: Sequence[mx.array]) -> None:
         """Defer the new tokens of a layer, as they are stored: (2, K, S, D') and (2, K, S, D/G)."""
         self._tokens[group].append((layer, tokens))
 

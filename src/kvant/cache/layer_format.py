@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.operators.exact_rows import SINKS, SLACK, TAIL_ROWS, TAIL_WINDOW
 from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, quantized_dtype
 
@@ -28,7 +29,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KINDS = ("quantized", "chunks", "state")  # of those that are saved
 # The words of files of version 1: PMX's, and an older name.
 FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group", "transform_name": "front"}
-SLACK = 16  # tokens that a sequence can go back at least, where pages of a window move along
 MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
 
 Stored = tuple[str, tuple[int, ...]]  # an array's dtype as safetensors writes it, and its shape
@@ -76,6 +76,7 @@ class LayerFormat:
         shared: other layers of a bridged model ask for what this one fetched.
         transform_name: of the :class:`kvant.operators.key_transform.KeyTransform` that keys went through; "":
             none.
+        tail_dtype: of the exact tail's rows (:mod:`kvant.operators.exact_rows`); "": it has none.
     """
 
     kind: str
@@ -93,6 +94,7 @@ class LayerFormat:
     state: tuple[Stored | None, ...] = ()
     shared: bool = False
     transform_name: str = ""
+    tail_dtype: str = ""
 
     def __post_init__(self) -> None:
         if self.value_bits < 0:
@@ -112,9 +114,13 @@ class LayerFormat:
         max_seq_len: int,
         value_bits: int = -1,
         scale_dtype: str = "F16",
+        has_tail: bool = False,
         **others: Any,
     ) -> "LayerFormat":
-        """Return a layer's with rows, of ``max_seq_len`` tokens at most; at 0 bits ``dtype`` is stored."""
+        """Return a layer's with rows, of ``max_seq_len`` tokens at most; at 0 bits ``dtype`` is stored.
+
+        ``has_tail``: where it quantizes, an exact tail of 16 bits a number.
+        """
         seen = narrow_window(window, max_seq_len)
         value_bits = kv_bits if value_bits < 0 or not value_head_dim else value_bits
         return cls(
@@ -128,6 +134,7 @@ class LayerFormat:
             scale_dtype=scale_dtype if kv_bits else "",
             window=seen,
             slack=0 if seen is None else SLACK,
+            tail_dtype=(dtype if dtype == "BF16" else "F16") if has_tail and kv_bits else "",
             **{"kind": "quantized"} | others,
         )
 
@@ -135,9 +142,10 @@ class LayerFormat:
     def from_json(cls, raw: object) -> "LayerFormat":
         """Of what :meth:`as_json` gave, every field checked."""
         names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
-        # Old files have no key transform, and value bits only if they differ from the keys'.
+        # Old files have no key transform and no tail, and value bits only if they differ from the keys'.
         if isinstance(raw, dict):
-            raw = {FILE_WORDS["transform_name"]: "", "value_bits": raw.get(FILE_WORDS["kv_bits"])} | raw
+            absent = {"value_bits": raw.get(FILE_WORDS["kv_bits"]), "tail_dtype": ""}
+            raw = {FILE_WORDS["transform_name"]: "", **absent} | raw
         if not isinstance(raw, dict) or raw.keys() != {*names.values(), "keep"}:
             raise ValueError(
                 "a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"]))
@@ -157,7 +165,9 @@ class LayerFormat:
             check_number(name, raw[name])
         if raw["window"] is not None:
             check_number("window", raw["window"], 1)
-        for name, allowed in (("kind", KINDS), ("dtype", ("", *DTYPES)), ("scale_dtype", ("", "F16", "F32"))):
+        choices = {"kind": KINDS, "dtype": ("", *DTYPES), "scale_dtype": ("", "F16", "F32")}
+        choices["tail_dtype"] = ("", "F16", "BF16")
+        for name, allowed in choices.items():
             if raw[name] not in allowed:
                 raise ValueError(
                     f"{name} is {_shown(raw[name])}; expected one of {', '.join(filter(None, allowed))}"
@@ -194,6 +204,8 @@ class LayerFormat:
             raise ValueError(
                 f"kv_group_size is {self.kv_group_size}; expected a divisor of {widths[0]} and {widths[1]}"
             )
+        if self.tail_dtype and not self.kv_bits:
+            raise ValueError("a layer that is not quantized has an exact tail")
         if bool(self.kv_bits) != bool(self.scale_dtype) or bool(self.kv_bits) != bool(self.kv_group_size):
             raise ValueError(f"a layer of {self.kv_bits} bits with scales {self.scale_dtype!r}")
         allowed = [stored_dtype(self.kv_bits, self.value_bits)] if self.kv_bits else ["F32", "F16", "BF16"]
@@ -204,7 +216,7 @@ class LayerFormat:
 
     def as_json(self) -> dict[str, Any]:
         """Numbers, text and lists."""
-        plain = {"transform_name": "", "value_bits": self.kv_bits}
+        plain = {"transform_name": "", "value_bits": self.kv_bits, "tail_dtype": ""}
         given = {name: value for name, value in asdict(self).items() if plain.get(name, ...) != value}
         return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in given.items()}
 
@@ -248,6 +260,19 @@ class LayerFormat:
             found["scale"] = (self.scale_dtype, (*shape, width // self.kv_group_size))
         return found
 
+    def tail(self, rows: int) -> list[Stored]:
+        """What is stored of ``rows`` exact rows of the tail: nothing, or one array."""
+        if not self.tail_dtype:
+            return []
+        shape, width = (2, self.num_kv_heads, rows), self.head_dim
+        if self.value_head_dim != self.head_dim:
+            shape, width = (1, self.num_kv_heads, rows), self.head_dim + self.value_head_dim
+        return [(self.tail_dtype, (*shape, width))]
+
+    def tail_pages(self, pages: int) -> list[Stored]:
+        """What is stored of the tails of so many sequences."""
+        return self.tail(pages * TAIL_ROWS)
+
     @property
     def transform_arrays(self) -> list[Stored]:
         """The arrays of its key transform, without the bias split."""
@@ -288,7 +313,11 @@ def describe_formats(formats: Sequence[LayerFormat]) -> str:
         for name, count in sorted(transforms.items())
         if name
     ]
-    return ", ".join([found, *fitted, *changes])
+    with_tail = sum(bool(own.tail_dtype) for own in rows)
+    tails = [f"first {SINKS} and last {TAIL_WINDOW} tokens exact"] if with_tail else []
+    if with_tail not in (0, len(rows)):
+        tails = [f"{tails[0]} in {with_tail} of {len(rows)} layers"]
+    return ", ".join([found, *fitted, *changes, *tails])
 
 
 def stored_of(arrays: Iterable[mx.array | None]) -> tuple[Stored | None, ...]:
@@ -360,11 +389,11 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserv
 
     A layer whose reservation is inside its window has none.
     """
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ("tail_dtype",)  # the quantized rows are complete without it
     if given.kind == own.kind == "state" and len(given.state) == len(own.state):
-        ignored = ("state",)
+        ignored = ("state", "tail_dtype")
     elif _inside(given, given_reserved, own) or _inside(own, reserved, given):
-        ignored = ("window", "slack")
+        ignored = ("window", "slack", "tail_dtype")
     expected = asdict(own)
     for name, value in asdict(given).items():
         if name not in ignored and value != expected[name]:

@@ -51,6 +51,7 @@ class PoolLayer:
             unfused.
         arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may
             hold them, or a slice of them: MLX would copy the whole array at the next append.
+        exact_arrays: the floats of exact tails, one array (2, K, rows, D), or none. As above.
     """
 
     format: LayerFormat
@@ -58,16 +59,24 @@ class PoolLayer:
     use: KernelUse
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
+    exact_arrays: list[mx.array] = field(default_factory=list)
     operands: dict[str, Any] = field(init=False)  # bits and group, by the operators' names for them
 
     def __post_init__(self) -> None:
         self.operands = self.format.operands
 
-    def allocate(self, rows: int) -> None:
-        """Allocate the arrays and touch them; they never grow."""
+    def allocate(self, rows: int, sequences: int) -> None:
+        """Allocate the arrays and touch them; they never grow. ``sequences``: that have a tail at once."""
         stored = self.format.arrays(rows).values()
         self.arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in stored)
-        mx.eval(self.arrays, self.transform.arrays)
+        tails = self.format.tail_pages(sequences)
+        self.exact_arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in tails)
+        mx.eval(self.arrays, self.exact_arrays, self.transform.arrays)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self.arrays.clear()
+        self.exact_arrays.clear()
 
     def watch(self, transform: KeyTransform) -> None:
         """Have queries and keys go through another transform, which counts them, before any token is fed."""
@@ -81,7 +90,7 @@ class PoolLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays and of the key transform's."""
-        return sum(array.nbytes for array in (*self.arrays, *self.transform.arrays))
+        return sum(array.nbytes for array in (*self.arrays, *self.exact_arrays, *self.transform.arrays))
 
 
 class LayerGroup:

@@ -32,6 +32,8 @@ class CacheOptions:
         kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
         rotates: without a format, keys of 4 bits go through a Hadamard transform, as in
             :class:`kvant.operators.key_transform.KeyTransform`. A caller's ``kv_format="pmx"`` turns it off.
+        tail: whether layers that quantize store the first and the last tokens of a sequence exactly as well
+            (:mod:`kvant.operators.exact_rows`). None: those of 4 bits do, but for ``kv_format="pmx"``.
 
     Raises:
         ArgumentError: a field out of range. Whether a group divides a head is checked with the model.
@@ -44,6 +46,7 @@ class CacheOptions:
     checkpoints: int = 0
     kv_format: KVFormat | None = None
     rotates: bool = True
+    tail: bool | None = None
 
     def __post_init__(self) -> None:
         if type(self.kv_format) not in (KVFormat, type(None)):
@@ -68,6 +71,10 @@ class CacheOptions:
             )
         if type(self.bias_split) is not bool:
             raise ArgumentError("bias_split", f"is {self.bias_split!r:.80}; expected True or False")
+        if type(self.tail) not in (bool, type(None)):
+            raise ArgumentError("kv_tail", f"is {self.tail!r:.80}; expected True, False or None")
+        if self.tail and not self.kv_bits:
+            raise ArgumentError("kv_tail", "is True; without quantization every token is exact", "kv_bits")
         if type(self.checkpoints) is not int or self.checkpoints < 0:
             raise ArgumentError("checkpoints", f"is {self.checkpoints!r:.80}; expected an int, 0 or more")
 
@@ -81,6 +88,7 @@ class CacheOptions:
         kernels: str | None = None,
         checkpoints: int = 0,
         kv_format: KVFormat | str | Path | None = None,
+        kv_tail: bool | None = None,
     ) -> Self:
         """Return the options that a caller asks for by keywords.
 
@@ -88,6 +96,7 @@ class CacheOptions:
             kv_bits, kv_group_size: None: the default, or those of ``kv_format``, which they can only confirm.
             bias_split, kernels, checkpoints: see :class:`CacheOptions`.
             kv_format: a tuned format, its file, or ``"pmx"``.
+            kv_tail: whether there is an exact tail: ``tail`` of :class:`CacheOptions`.
 
         Raises:
             ArgumentError: a value out of range, or two that contradict each other.
@@ -98,7 +107,16 @@ class CacheOptions:
             problem = f"is {PMX}, a format of {FITTED_BITS} bits; the cache has {bits!r:.80}: {wanted}"
             raise ArgumentError("kv_format", problem, "kv_bits")
         tuned = None if kv_format in (None, PMX) else KVFormat.of(kv_format)
-        made = cls(bits, kv_group_size, bias_split, kernels, checkpoints, tuned, rotates=kv_format != PMX)
+        made = cls(
+            bits,
+            kv_group_size,
+            bias_split,
+            kernels,
+            checkpoints,
+            tuned,
+            rotates=kv_format != PMX,
+            tail=kv_tail,
+        )
         for name, given in (("kv_bits", kv_bits), ("kv_group_size", kv_group_size)):
             if given not in (None, getattr(made, name)):
                 raise ArgumentError(name, f"is {given!r:.80}; it goes by the", "kv_format")
@@ -127,6 +145,14 @@ class CacheOptions:
             return self.kv_format.layers[number]
         rotates = self.rotates and can_rotate and self.kv_bits == FITTED_BITS
         return LayerChoice(self.kv_bits, self.group_size, rotates)
+
+    def has_tail(self, choice: LayerChoice) -> bool:
+        """Return whether a layer that stores its tokens so has an exact tail."""
+        if not choice.kv_bits:
+            return False
+        if self.tail is not None:
+            return self.tail
+        return self.rotates and FITTED_BITS in (choice.kv_bits, choice.value_bits)
 
     def of_layer(self, number: int) -> "CacheOptions":
         """Those of a cache of this layer alone."""

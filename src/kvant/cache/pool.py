@@ -10,8 +10,9 @@ from weakref import ref
 import mlx.core as mx
 
 from kvant.cache.disk import DiskCache
+from kvant.cache.exact_tail import ExactTails
 from kvant.cache.identity import Identity
-from kvant.cache.layer_format import LayerFormat, State, describe_formats
+from kvant.cache.layer_format import LayerFormat, State, describe_formats, stored_bytes
 from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer, kernel_of
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_batch import PoolBatch
@@ -98,7 +99,7 @@ class Pool:
                 window, tokens, sequences, prefill_step_size, checkpoints, single=single
             )
             for layer in of_group:
-                layer.allocate(rows)
+                layer.allocate(rows, sequences)
             logs_copies = divided and not single  # the other ranks copy the same pages
             if window is None:
                 groups.append(LayerGroup(of_group, num_pages, checkpoints, logs_copies=logs_copies))
@@ -111,6 +112,9 @@ class Pool:
         self.lock = ComputeLock()  # held by the thread that computes through the pool
         self.layers = tuple(layers)  # of the model, in order
         self.saved: Sequence[PoolLayer | State] = self.layers  # the same, with its states among them
+        with_tail = [layer for layer in layers if layer.exact_arrays]
+        # The exact tails of its sequences; None: no layer has any.
+        self.tails = ExactTails(with_tail, sequences, logs=divided and not single) if with_tail else None
         self.groups = tuple(groups)  # the layers by the page tables that they share
         self.places = tuple((group, layer) for layer in layers for group in groups if layer in group.layers)
         # The layers that see all tokens; where all have a window, those with the widest.
@@ -144,7 +148,7 @@ class Pool:
     def release(self) -> None:
         """Give the memory back. The pool cannot be used after it."""
         for layer in self.layers:
-            layer.arrays.clear()
+            layer.release()
 
     def describe(self) -> str:
         """Its size and format, in a line."""
@@ -158,9 +162,14 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers with their key transforms, and of states: of every sequence and checkpoint."""
+        """Bytes of all layers with their key transforms, and of states: of every sequence and checkpoint.
+
+        A checkpoint has an exact tail of its own too.
+        """
         states = sum(state.nbytes for state in self.states)
-        return sum(layer.nbytes for layer in self.layers) + (self.max_sequences + self.checkpoints) * states
+        tails = sum(stored_bytes(own) for layer in self.layers for own in layer.format.tail_pages(1))
+        kept = (self.max_sequences + self.checkpoints) * states + self.checkpoints * tails
+        return sum(layer.nbytes for layer in self.layers) + kept
 
     @property
     def num_free(self) -> int:

@@ -1,16 +1,18 @@
 """What a model sees of a pool in one step: the sequences that take part."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
 from kvant.cache.deferred_writes import DeferredWrites
+from kvant.cache.exact_tail import KeptTails
 from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.operators.cpu_paged_attention import computes_at_once
+from kvant.operators.exact_rows import ExactRows
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.key_transform import KeyTransform
 from kvant.operators.paged_attention import multi_head_cache_attention
@@ -79,6 +81,7 @@ class PoolBatch:
         self._placed: dict[LayerGroup, PagedRows] = {}
         # Tokens that are written when the step is committed, through the window of a conversation.
         self.deferred = DeferredWrites(self.sequences[0] if pool.single else None)
+        self.kept = KeptTails()
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]
@@ -133,13 +136,14 @@ class PoolBatch:
             every = self.lengths
             lengths = every[: len(self.sequences)]
             placed = {}
+            exact = self._place_exact(S)
             for number, group in enumerate(self.pool.groups):
                 tables = [sequence.tables[number] for sequence in self.sequences]
                 rows = self.deferred.place(group, tables[0], S)
                 if rows is None:
                     group.make_room(tables, lengths, S)
                     rows = place_rows(group, tables, lengths, S)
-                placed[group] = rows
+                placed[group] = replace(rows, exact=exact)
             self._placed = placed
             self.step = inputs
             self.embeddings = embeddings
@@ -180,16 +184,29 @@ class PoolBatch:
             if any(len(own) != number for own, number in zip(new, each, strict=True)):
                 raise ValueError(f"ids has {[len(own) for own in given]} tokens; expected {list(each)}")
             for b, sequence in live:
+                if self.pool.tails is not None and sequence.tail is not None:
+                    self.kept.write(self.pool.tails, sequence.tail, b, each[b])
                 sequence.commit(new[b])
             self.end_step()
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         self.deferred.write()
+        self.kept.drop()
         self.step = None
         self.embeddings = None
         self._next_embeddings = None
         self._placed = {}
+
+    def _place_exact(self, new_tokens: int) -> ExactRows | None:
+        """Return where the exact rows of a step are, if the pool has exact tails."""
+        self.kept.drop()
+        spans = [sequence.tail for sequence in self.sequences if sequence.tail is not None]
+        if not spans:
+            return None
+        lengths = [sequence.length for sequence in self.sequences]
+        is_fused = any(group.is_fused for group in self.pool.groups)
+        return self.kept.place(spans, lengths, new_tokens, fused=is_fused)
 
     def placed(self, group: LayerGroup) -> PagedRows:
         """Where the step's tokens are, in some of the layers."""
@@ -223,20 +240,24 @@ class PoolLayerView:
             raise ValueError(
                 "keys are stored without a constant, which would change the share of learned sinks"
             )
-        output, deferred = multi_head_cache_attention(
+        layer = self.layer
+        output, waiting = multi_head_cache_attention(
             query,
             key,
             value,
-            self.layer.arrays,
+            layer.arrays,
             self.batch.placed(self.group),
-            **self.layer.operands,
+            **layer.operands,
             mask=mask,
             bias_split=transform.bias_split,
             sinks=sinks,
-            backend=self.layer.backend,
+            backend=layer.backend,
+            exact_arrays=layer.exact_arrays,
         )
-        if deferred is not None:
-            self.batch.deferred.add(self.group, self.layer, deferred)
+        if waiting.stored:
+            self.batch.deferred.add(self.group, layer, waiting.stored)
+        if waiting.exact:
+            (output,) = mx.depends([output], self.batch.kept.add(layer, waiting.exact))
         return output
 
 

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Self
 
 import mlx.core as mx
 
-from kvant.cache.layer_format import SLACK, Arrays, State, difference
+from kvant.cache.exact_tail import TailCopy
+from kvant.cache.layer_format import Arrays, State, difference
 from kvant.cache.layer_group import PageTable, PoolLayer
 from kvant.cache.pages import runs
 from kvant.cache.sequence_checkpoints import SequenceCheckpoints
 from kvant.cache.shared_prefix import SharedPrefix
 from kvant.errors import ContextError
-from kvant.operators.paged_rows import put_rows, stored_rows
+from kvant.operators.exact_rows import SLACK, TAIL_WINDOW
+from kvant.operators.row_runs import put_rows, stored_rows
 
 if TYPE_CHECKING:
     from kvant.cache.pool import Pool
@@ -36,6 +38,10 @@ class PoolSequence:
         self.checkpoints = SequenceCheckpoints()  # of a single pool's sequence
         self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
         self.released = False  # its pages were given back
+        # The tokens that have exact rows as well; None: the pool has no exact tails.
+        self.tail = None if pool.tails is None else pool.tails.open()
+        if self.tail is not None:
+            self.tail.lose(self.length)
         pool.num_sequences += 1
 
     @property
@@ -103,6 +109,7 @@ class PoolSequence:
                 self.length = length
                 for group, table in zip(self.pool.groups, self.tables, strict=True):
                     group.go_back(table, length)
+                self._go_back_exactly(length)
             self.checkpoints.drop_after(length)
             self.states = self.states
             self.pool.drop_step()
@@ -114,10 +121,32 @@ class PoolSequence:
         check_num_tokens(num_tokens)
         self.trim(max(0, self.length - num_tokens))
 
+    def _go_back_exactly(self, length: int) -> None:
+        """Have the exact rows of the first ``length`` tokens, as far as they are there."""
+        tails = self.pool.tails
+        if tails is None or self.tail is None:
+            return
+        self.tail.go_back(length)
+        kept = self.checkpoints.tail(length)
+        if kept is not None and not self.tail.is_whole(length):
+            tails.restore(self.tail, kept)
+
     def go_back(self, num_tokens: int) -> int:
-        """Go back to ``num_tokens`` tokens, or to the last checkpoint before; return how many it has now."""
+        """Go back to ``num_tokens`` tokens, or to a place before; return how many tokens it has now.
+
+        That is the last checkpoint before, if windows or states go back no further; and where the exact rows
+        that the next token reads are gone, as many tokens before as a tail has: they are to be fed again.
+        """
         can = self.can_trim_to(num_tokens)
-        self.trim_to(num_tokens if can else self.checkpoints.last_before(num_tokens))
+        length = min(num_tokens, self.length) if can else self.checkpoints.last_before(num_tokens)
+        lacks = self.tail is not None and not self.tail.is_whole(length) and length not in self.checkpoints
+        if can and lacks:
+            again = max(0, length - TAIL_WINDOW)
+            kept = self.checkpoints.last_before(length)
+            if kept > again or not self.can_trim_to(again):
+                again = kept
+            length = again if kept or self.can_trim_to(again) else length
+        self.trim_to(length)
         return self.length
 
     def keep_common(self, ids: Sequence[int]) -> int:
@@ -167,6 +196,8 @@ class PoolSequence:
                 raise
             made = type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
             made.states = self.states  # a step replaces a state's arrays
+            if self.pool.tails is not None and self.tail is not None and made.tail is not None:
+                self.pool.tails.fork(self.tail, made.tail)
             return made
 
     def share_prefix(
@@ -238,6 +269,20 @@ class PoolSequence:
                     first = max(lost[layer], self._table_of(layer).first)
                     self.put(layer, other.copied_rows(from_layer, first), length)
                 self.will_have(length, other.states)
+            self.take_tail(other.copied_tail())
+
+    def copied_tail(self) -> TailCopy | None:
+        """Return a copy of its exact rows; None: it has none."""
+        if self.pool.tails is None or self.tail is None or not self.length:
+            return None
+        return self.pool.tails.copied(self.tail, self.length)
+
+    def take_tail(self, copy: TailCopy | None) -> None:
+        """Take exact rows of its tokens, if the pool has exact tails in the same layers."""
+        tails = self.pool.tails
+        if copy is None or tails is None or self.tail is None or len(copy.rows) != len(tails.layers):
+            return
+        tails.restore(self.tail, copy)
 
     @property
     def saved_layers(self) -> list[PoolLayer | Arrays]:
@@ -274,6 +319,8 @@ class PoolSequence:
                 group.go_back(table, 0)
             raise
         self.commit(ids)
+        if self.tail is not None:
+            self.tail.lose(self.length)
 
     def put(self, layer: PoolLayer, tokens: Sequence[mx.array], length: int) -> None:
         """Write a layer's rows (2, K, rows, D') before position ``length``, if there are pages for them."""
@@ -307,6 +354,8 @@ class PoolSequence:
                 self.pool.num_sequences -= 1
                 close(self.pool, self.tables)
                 self._states = {}
+                if self.pool.tails is not None and self.tail is not None:
+                    self.pool.tails.close(self.tail)
 
 
 def check_num_tokens(num_tokens: int) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from kvant.cache.layer_format import SLACK, LayerFormat, stored_bytes
+from kvant.cache.layer_format import LayerFormat, stored_bytes
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.window_layer_group import window_pages
+from kvant.operators.exact_rows import SLACK
 
 
 def pool_bytes(
@@ -23,6 +24,7 @@ def pool_bytes(
     for own in formats:
         _, rows = pages_and_rows(own.window, tokens, sequences, prefill_step_size, checkpoints, single=single)
         stored = [*own.arrays(rows).values(), *own.tables().values(), *own.transform_arrays]
+        stored += own.tail_pages(sequences + checkpoints)
         if own.window is not None and single:  # a checkpoint copies the rows that the window sees
             stored += list(own.arrays(min(own.window, max_seq_len)).values()) * checkpoints
         if own.split_pairs is not None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from kvant.cache.exact_tail import TailCopy
 from kvant.cache.layer_format import Arrays
 from kvant.cache.layer_group import PoolLayer
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
 class SequenceCheckpoints:
     """Checkpoints of the sequence of a single pool, by their numbers of tokens.
 
-    One has copies of the states, and of the rows that windows saw there.
+    One has copies of the states, of the rows that windows saw there, and of the exact tail.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[dict[PoolLayer, list[mx.array]], list[Arrays]]] = {}
+        self._tails: dict[int, TailCopy] = {}
 
     def __contains__(self, length: int) -> bool:
         return length in self._kept
@@ -30,7 +32,12 @@ class SequenceCheckpoints:
         every: list[Sequence[mx.array | None]] = []
         for rows, states in self._kept.values():
             every += [*rows.values(), *states]
+        every += [tail.rows for tail in self._tails.values()]
         return [array for arrays in every for array in arrays if array is not None]
+
+    def tail(self, length: int) -> TailCopy | None:
+        """Return the exact tail of a checkpoint; None: there is none."""
+        return self._tails.get(length)
 
     def last_before(self, length: int) -> int:
         """Return the greatest length of a checkpoint below ``length``; 0 if there is none."""
@@ -51,9 +58,14 @@ class SequenceCheckpoints:
                 rows[layer] = sequence.copied_rows(layer, max(table.first, group.first_seen(length)))
         states = copy_states(sequence.states)
         mx.eval([*rows.values()], states)
+        tail = sequence.copied_tail()
         self._kept[length] = rows, states
+        if tail is not None:
+            self._tails[length] = tail
         if len(self._kept) > pool.checkpoints:
-            del self._kept[sorted(self._kept)[min(1, pool.checkpoints - 1)]]
+            second = sorted(self._kept)[min(1, pool.checkpoints - 1)]
+            del self._kept[second]
+            self._tails.pop(second, None)
 
     def restore(self, sequence: "PoolSequence", length: int) -> None:
         """Give a sequence the tokens of a checkpoint; none, if that is interrupted."""
@@ -68,15 +80,20 @@ class SequenceCheckpoints:
             sequence.will_have(length, states)
         except BaseException:
             self._kept.clear()
+            self._tails.clear()
             for table in sequence.tables:
                 if table.moves:  # whose pages are found again when the cache begins to hand out the next ones
                     table.first, table.pages = 0, []
             raise
         sequence.length = length
+        if sequence.tail is not None:
+            sequence.tail.lose(length)
+        sequence.take_tail(self._tails.get(length))
 
     def drop_after(self, length: int) -> None:
         """Drop the checkpoints behind ``length``."""
         self._kept = {each: kept for each, kept in self._kept.items() if each <= length}
+        self._tails = {each: tail for each, tail in self._tails.items() if each <= length}
 
 
 def copy_states(states: Sequence[Arrays]) -> list[Arrays]:

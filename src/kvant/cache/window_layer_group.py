@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from kvant.cache.layer_format import SLACK
 from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import PAGE_SIZE, pages_for
+from kvant.operators.exact_rows import SLACK
 
 
 class WindowLayerGroup(LayerGroup):

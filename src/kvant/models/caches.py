@@ -119,6 +119,7 @@ def pool_format(
         window=window,
         max_seq_len=max_seq_len,
         value_bits=choice.value_bits,
+        has_tail=options.has_tail(choice),
         split_pairs=None if pairs is None else tuple(pairs),
         transform_name="+".join(filter(None, ("norms" if balanced else "", choice.name))),
     )

@@ -31,7 +31,8 @@ from kvant.operators.cpu_stored import (
     join_blocks,
     stored_keys_and_values,
 )
-from kvant.operators.paged_rows import Run, cut_runs
+from kvant.operators.exact_rows import ExactRows, ExactTail
+from kvant.operators.row_runs import Run, cut_runs
 from kvant.operators.streams import cpu_cores, run_in_threads
 
 BLOCK_TOKENS = 4096  # 1 MiB of float32 for a width of 64; blocks of 1,024 took 1.3 to 1.4 times as long
@@ -51,9 +52,8 @@ class _Tokens:
 
     @property
     def end(self) -> int:
-        """Return the position past the last row."""
-        _, end = self.seen[-1]
-        return end
+        """Return the position past the last row that is seen."""
+        return max(end for _, end in self.seen)
 
 
 def attend_long(
@@ -67,6 +67,7 @@ def attend_long(
     value_bit: int = 0,
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
+    exact: ExactTail | None = None,
 ) -> mx.array:
     """Return the causal attention (1, H, S, Dv) of queries (1, H, S, D), evaluated.
 
@@ -77,34 +78,69 @@ def attend_long(
         runs: the rows of the tokens, in the order of positions.
         first: the position of the first row.
         window: how many tokens a query sees, its own included; None: all.
+        exact: the sequence's exact tail; None: it has none.
     """
     _, H, S, D = query.shape
     K = arrays[0].shape[1]
     end = first + sum(stop - start for start, stop in runs)
     stops = range(end - S + 1, end + 1)
     seen = [(first if window is None else max(first, stop - window), stop) for stop in stops]
+    places = [_Tokens(runs, first, seen)]
+    tail: list[mx.array] = []
+    if exact is not None:
+        places = _places_with_tail(places[0], exact.rows)
+        tail = exact.read(mx.float32)
     scaled = (query.astype(mx.float32) * (1 / math.sqrt(D))).reshape(K, H // K, S, D)
     queries = mx.contiguous(scaled.transpose(2, 0, 1, 3))  # (K, H/K, S, D) -> (S, K, H/K, D)
-    terms = []
+    terms: list[list[mx.array]] = [[] for _ in places]
     if bias_split is not None and bias_split.pairs:
-        terms = _bias_terms(query, bias_split, seen)
+        terms = [_bias_terms(query, bias_split, tokens.seen) for tokens in places]
     bias = mx.zeros((1, 1, 1)) if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     sink = mx.array([]) if sinks is None else sinks.astype(mx.float32).reshape(K, H // K, 1)
-    mx.eval(queries, terms, bias, sink, list(arrays))  # NumPy reads their memory below
-    keys, values = stored_keys_and_values(arrays, D, quant_bit, value_bit)
-    tokens = _Tokens(runs, first, seen)
-    parts = _attend_blocks(np.asarray(queries), keys, values, tokens, [np.asarray(term) for term in terms])
+    mx.eval(queries, terms, bias, sink, tail, list(arrays))  # NumPy reads their memory below
+    stored = [stored_keys_and_values(arrays, D, quant_bit, value_bit)]
+    stored += [stored_keys_and_values(tail, D, 0, 0)] * (len(places) - 1)
+    parts: list[list[Floats]] = [[] for _ in range(S)]
+    for tokens, (keys, values), own_terms in zip(places, stored, terms, strict=True):
+        if all(start >= stop for start, stop in tokens.seen):
+            continue
+        found = _attend_blocks(
+            np.asarray(queries), keys, values, tokens, [np.asarray(term) for term in own_terms]
+        )
+        for query_parts, blocks in zip(parts, found, strict=True):
+            query_parts.append(blocks)
     of_sinks = None if sinks is None else np.asarray(sink)
-    outputs = [join_blocks(own, np.asarray(bias), of_sinks) for own in parts]
+    outputs = [join_blocks(np.concatenate(own), np.asarray(bias), of_sinks) for own in parts]
     # S arrays (K, H/K, Dv) -> (K, H/K, S, Dv) -> (1, H, S, Dv)
     return mx.array(np.stack(outputs, axis=2).reshape(1, H, S, -1)).astype(query.dtype)
+
+
+def _places_with_tail(tokens: _Tokens, rows: ExactRows) -> list[_Tokens]:
+    """Return which of the quantized tokens each query reads, and which of the first and the last ones
+    exactly.
+    """
+    sinks = rows.sinks[0]
+    count = rows.count_before(0, rows.ends[0])
+    quantized: list[Seen] = []
+    first: list[Seen] = []
+    last: list[Seen] = []
+    for start, stop in tokens.seen:
+        tail_start = rows.tail_start(0, stop - 1)
+        first.append((start, min(sinks, tail_start)))
+        quantized.append((max(start, sinks), tail_start))
+        last.append((max(start, tail_start), stop))
+    return [
+        _Tokens(tokens.runs, tokens.first, quantized),
+        _Tokens([(0, sinks)], 0, first),
+        _Tokens([(sinks, count)], rows.starts[0], last),
+    ]
 
 
 def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list[mx.array]:
     """Return what the keys' bias adds to each query's scores: (K, H/K, tokens it sees)."""
     factors = bias_weights(query, split)  # (1, K, H/K, S, 2P)
     table = split.rotation.flatten(0, 1)  # (2, P, positions) -> (2P, positions)
-    return [factors[0, :, :, i] @ table[:, start:stop] for i, (start, stop) in enumerate(seen)]
+    return [factors[0, :, :, i] @ table[:, start : max(start, stop)] for i, (start, stop) in enumerate(seen)]
 
 
 def _attend_blocks(
@@ -154,6 +190,8 @@ def _attend_blocks(
     run_in_threads(attend, product(blocks, range(K)), cpu_cores() if is_large else 1)
     return [
         parts[begin // BLOCK_TOKENS - first_block : -(-end // BLOCK_TOKENS) - first_block, query]
+        if begin < end
+        else parts[:0, query]
         for query, (begin, end) in enumerate(tokens.seen)
     ]
 

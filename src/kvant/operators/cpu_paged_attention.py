@@ -12,15 +12,16 @@ import mlx.core as mx
 from kvant.operators.attention import attend_each
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cpu_attention import attend_singly, queries_at_once
+from kvant.operators.exact_attention import attend_each_exactly, attend_few_exactly
+from kvant.operators.exact_rows import ExactTail
 from kvant.operators.paged_rows import (
     PagedRows,
-    cut_runs,
     float_bytes,
     read_sequences,
     shares,
-    stored_rows,
     tokens_at_once,
 )
+from kvant.operators.row_runs import cut_runs, stored_rows
 from kvant.operators.streams import FEW_ROWS
 
 # attend_long is faster for queries that see at least this many tokens (measured on 2 cores)
@@ -40,6 +41,7 @@ def attend_rows_on_cpu(
     waiting: Sequence[mx.array],
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
+    exact: ExactTail | None = None,
 ) -> mx.array:
     """Compute :func:`kvant.operators.paged_attention.attend_rows` for the sequences, without padding."""
     _, H, S, D = query.shape
@@ -53,20 +55,32 @@ def attend_rows_on_cpu(
     for share in shares(counts, size, long):
         count = counts[share.start]
         own = rows.only(share)
+        tail = exact and exact.only(share)
         if few and mask is None and not waiting and min(count, rows.window or count) >= LONG_TOKENS:
-            outputs.append(_attend_few_to_many(query[share], arrays, own, **options))
+            outputs.append(_attend_few_to_many(query[share], arrays, own, **options, exact=tail))
             continue
         if not few and mask is None and count + (S if waiting else 0) >= long:
-            outputs.append(_attend_many(query[share], arrays, own, waiting, **options))
+            outputs.append(_attend_many(query[share], arrays, own, waiting, **options, exact=tail))
             continue
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        outputs.append(_attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting))
+        if tail is None:
+            outputs.append(
+                _attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting)
+            )
+        elif few and mask is None and not waiting:
+            outputs.append(attend_few_exactly(query[share], readable, own, tail, **options))
+        else:
+            in_float32 = few or bias_split is not None
+            dtype = mx.float32 if in_float32 else query.dtype
+            outputs += attend_each_exactly(
+                query[share], readable, own, tail, waiting, **options, mask=mask, dtype=dtype
+            )
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
 def _attend_few_to_many(
-    query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, **options: Any
+    query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, *, exact: ExactTail | None, **options: Any
 ) -> mx.array:
     """Attend a few queries of one sequence, the last of which sees at least ``LONG_TOKENS``."""
     from kvant.operators.cpu_decode import attend_long  # it imports NumPy, which short texts do without
@@ -76,16 +90,27 @@ def _attend_few_to_many(
     (runs,) = rows.runs
     visible = [min(count - S + 1 + i, rows.window or count) for i in range(S)]
     fewer = sum(number < LONG_TOKENS for number in visible)
-    output = attend_long(query[:, :, fewer:], arrays, runs, rows.first[0], rows.window, **options)
+    output = attend_long(
+        query[:, :, fewer:], arrays, runs, rows.first[0], rows.window, **options, exact=exact
+    )
     if not fewer:
         return output
     before = replace(rows, runs=[cut_runs(runs, 0, count - S + fewer)])
-    short = attend_rows_on_cpu(query[:, :, :fewer], arrays, before, **options, mask=None, waiting=())
+    earlier = exact and replace(exact, rows=exact.rows.before(before.ends(0)))
+    short = attend_rows_on_cpu(
+        query[:, :, :fewer], arrays, before, **options, mask=None, waiting=(), exact=earlier
+    )
     return mx.concatenate([short, output], axis=2)
 
 
 def _attend_many(
-    query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, waiting: Sequence[mx.array], **options: Any
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    waiting: Sequence[mx.array],
+    *,
+    exact: ExactTail | None,
+    **options: Any,
 ) -> mx.array:
     """Attend more than a few queries of one sequence, tile by tile."""
     from kvant.operators.cpu_prefill import attend_tiles  # it imports NumPy, which short texts do without
@@ -95,7 +120,7 @@ def _attend_many(
         both = zip(arrays, waiting, strict=True)
         arrays = [mx.concatenate([stored_rows(array, runs), new], axis=2) for array, new in both]
         runs = [(0, arrays[0].shape[2])]
-    return attend_tiles(query, arrays, runs, rows.first[0], rows.window, **options)
+    return attend_tiles(query, arrays, runs, rows.first[0], rows.window, **options, exact=exact)
 
 
 def _attend_together(

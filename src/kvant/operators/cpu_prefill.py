@@ -11,7 +11,7 @@ module only when it is needed.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import mlx.core as mx
@@ -19,7 +19,8 @@ import numpy as np
 
 from kvant.operators.bias_split import BiasSplit, bias_rows
 from kvant.operators.cpu_stored import Floats, Stored, join_blocks, multiply, scratch, stored_keys_and_values
-from kvant.operators.paged_rows import Run, cut_runs
+from kvant.operators.exact_rows import TAIL_WINDOW, ExactRows, ExactTail
+from kvant.operators.row_runs import Run, cut_runs
 from kvant.operators.streams import cpu_cores, run_in_threads
 
 TILE_ROWS = 256  # queries times query heads of a kv head
@@ -29,27 +30,67 @@ LEAST = float(np.finfo(np.float32).min)  # before there is a score: finite, as a
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What queries attend to. Methods count tokens from the first row."""
+    """What queries attend to: rows of a layer, and which of them the query at a position sees.
+
+    Attributes:
+        keys, values: as they are stored.
+        runs: the rows, in the order of positions.
+        first: position of the first row.
+        stop: position past the last row.
+        window: the query at position p sees tokens from p + 1 - ``window`` on; None: from the first.
+        lag: it sees tokens up to p - ``lag``.
+        least: it sees tokens before this position in any case.
+        key_bias: (K, 2P, D), as kvant.operators.bias_split.bias_rows returns it; None: keys have their bias.
+        rotation: (2, P, positions).
+    """
 
     keys: Stored
     values: Stored
-    runs: Sequence[Run]  # rows in the order of positions
-    first: int  # position of the first row
+    runs: Sequence[Run]
+    first: int
+    stop: int
     window: int | None
-    key_bias: Floats | None  # (K, 2P, D), as kvant.operators.bias_split.bias_rows returns it
-    rotation: Floats | None  # (2, P, positions)
+    key_bias: Floats | None
+    rotation: Floats | None
+    lag: int = 0
+    least: int = 0
+
+    def seen(self, position: int, queries: int) -> tuple[int, int]:
+        """Return the positions between which the queries from a position on see tokens."""
+        begin = self.first if self.window is None else max(self.first, position + 1 - self.window)
+        return begin, min(self.stop, max(position + queries - self.lag, self.least))
 
     def keys_of(self, head: int, start: int, stop: int) -> Floats:
-        """Return keys of a kv head with their bias: (tokens, D)."""
-        floats = self.keys.floats(head, cut_runs(self.runs, start, stop))
+        """Return keys of a kv head from position ``start`` to ``stop`` with their bias: (tokens, D)."""
+        floats = self.keys.floats(head, cut_runs(self.runs, start - self.first, stop - self.first))
         if self.key_bias is None or self.rotation is None:
             return floats
         biased = scratch("biased", floats.shape)
         np.copyto(biased, floats)  # they may be the cache's own memory
-        table = self.rotation[..., self.first + start : self.first + stop]
+        table = self.rotation[..., start:stop]
         factors = table.reshape(-1, stop - start).T.copy()  # (2, P, tokens) -> (tokens, 2P)
         multiply(factors, self.key_bias[head], biased, add=True)
         return biased
+
+    def values_of(self, head: int, start: int, stop: int) -> Floats:
+        """Return values of a kv head from position ``start`` to ``stop``: (tokens, Dv)."""
+        return self.values.floats(head, cut_runs(self.runs, start - self.first, stop - self.first))
+
+    def hide(self, scores: Floats, position: int, start: int) -> None:
+        """Set scores (N, Q, tokens) of tokens that a query does not see to -inf.
+
+        ``position``: of the first query. ``start``: of the first token.
+        """
+        _, Q, tokens = scores.shape
+        own = np.arange(position, position + Q)[:, None]
+        token = np.arange(start, start + tokens)
+        after = max(0, max(position + 1 - self.lag, self.least) - start)
+        if after < tokens:
+            stop = np.maximum(own + 1 - self.lag, self.least)
+            np.copyto(scores[..., after:], -math.inf, where=token[after:] >= stop)
+        if self.window is not None and position + Q - self.window > start:
+            before = min(tokens, position + Q - self.window - start)
+            np.copyto(scores[..., :before], -math.inf, where=token[:before] <= own - self.window)
 
 
 def attend_tiles(
@@ -63,6 +104,7 @@ def attend_tiles(
     value_bit: int = 0,
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
+    exact: ExactTail | None = None,
 ) -> mx.array:
     """Return the causal attention (1, H, S, Dv) of queries (1, H, S, D), evaluated.
 
@@ -73,10 +115,12 @@ def attend_tiles(
         runs: the rows of the tokens, in the order of positions.
         first: the position of the first row.
         window: how many tokens a query sees, its own included; None: all.
+        exact: the sequence's exact tail; None: it has none.
     """
     _, H, S, D = query.shape
     K = arrays[0].shape[1]
-    T = sum(stop - start for start, stop in runs)
+    end = first + sum(stop - start for start, stop in runs)
+    tail = [] if exact is None else exact.read(mx.float32)
     # (1, H, S, D) -> (K, H/K, S, D)
     scaled = mx.contiguous((query.astype(mx.float32) * (1 / math.sqrt(D))).reshape(K, H // K, S, D))
     bias = mx.zeros((K, 1)) if bias_split is None else bias_split.value_bias
@@ -84,10 +128,12 @@ def attend_tiles(
     split = []
     if bias_split is not None and bias_split.pairs:
         split = [bias_rows(bias_split, D), bias_split.rotation]
-    mx.eval(scaled, bias, sink, split, list(arrays))  # NumPy reads their memory below
+    mx.eval(scaled, bias, sink, split, tail, list(arrays))  # NumPy reads their memory below
     keys, values = stored_keys_and_values(arrays, D, quant_bit, value_bit)
     key_bias, rotation = (np.asarray(array) for array in split) if split else (None, None)
-    tokens = _Tokens(keys, values, runs, first, window, key_bias, rotation)
+    tokens = [_Tokens(keys, values, runs, first, end, window, key_bias, rotation)]
+    if exact is not None:
+        tokens = _tokens_with_tail(tokens[0], exact.rows, *stored_keys_and_values(tail, D, 0, 0))
     queries = np.asarray(scaled)
     value_bias = np.asarray(bias)
     of_sinks = None if sinks is None else np.asarray(sink)
@@ -98,7 +144,7 @@ def attend_tiles(
     def attend(tile: tuple[int, int]) -> None:
         start, head = tile
         stop = min(S, start + size)
-        sums = _attend_tile(queries[head, :, start:stop], head, T - S + start, tokens)
+        sums = _attend_tile(queries[head, :, start:stop], head, end - S + start, tokens)
         sink = None if of_sinks is None else of_sinks[head]
         output[head, :, start:stop] = join_blocks(sums[None], value_bias[head], sink)
 
@@ -106,51 +152,55 @@ def attend_tiles(
     return mx.array(output.reshape(1, H, S, -1)).astype(query.dtype)
 
 
-def _attend_tile(query: Floats, head: int, position: int, tokens: _Tokens) -> Floats:
+def _tokens_with_tail(tokens: _Tokens, rows: ExactRows, keys: Stored, values: Stored) -> list[_Tokens]:
+    """Return the quantized tokens, and the first and the last ones exactly, of which a query reads each once.
+
+    ``keys``, ``values``: the exact rows.
+    """
+    sinks = rows.sinks[0]
+    start = rows.starts[0]
+    count = rows.count_before(0, tokens.stop)
+    quantized_runs = cut_runs(tokens.runs, max(0, sinks - tokens.first), tokens.stop - tokens.first)
+    window = TAIL_WINDOW if tokens.window is None else min(TAIL_WINDOW, tokens.window)
+    return [
+        replace(tokens, runs=quantized_runs, first=max(tokens.first, sinks), lag=TAIL_WINDOW, least=start),
+        replace(tokens, keys=keys, values=values, runs=[(0, sinks)], first=0, stop=sinks),
+        replace(tokens, keys=keys, values=values, runs=[(sinks, count)], first=start, window=window),
+    ]
+
+
+def _attend_tile(query: Floats, head: int, position: int, tokens: Sequence[_Tokens]) -> Floats:
     """Attend to the tokens that the queries of a tile see, block by block.
 
     Args:
         query: (N, Q, D), of the query heads of a kv head.
-        position: the first query's own token, counted from the first row.
+        position: of the first query.
 
     Returns:
         (N, Q, Dv + 2), one block as ``join_blocks`` takes it.
     """
     N, Q, D = query.shape
     queries = query.reshape(N * Q, D)
-    sums = np.zeros((N * Q, tokens.values.width + 2), np.float32)
+    sums = np.zeros((N * Q, tokens[0].values.width + 2), np.float32)
     weighted = sums[:, :-2]
     total = sums[:, -2:-1]
     largest = sums[:, -1:]
     largest[:] = LEAST
-    begin = 0 if tokens.window is None else max(0, position + 1 - tokens.window)
-    end = position + Q
-    for start in range(begin, end, BLOCK_TOKENS):
-        stop = min(end, start + BLOCK_TOKENS)
+    ranges = [(own, *own.seen(position, Q)) for own in tokens]
+    blocks = [
+        (own, start, min(end, start + BLOCK_TOKENS))
+        for own, begin, end in ranges
+        for start in range(begin, end, BLOCK_TOKENS)
+    ]
+    for own, start, stop in blocks:
         scores = scratch("scores", (N * Q, stop - start))
-        multiply(queries, tokens.keys_of(head, start, stop), scores, transposed=True)
-        _mask(scores.reshape(N, Q, -1), position - start, tokens.window)
+        multiply(queries, own.keys_of(head, start, stop), scores, transposed=True)
+        own.hide(scores.reshape(N, Q, -1), position, start)
         before = largest.copy()
         np.maximum(before, scores.max(axis=-1, keepdims=True), out=largest)
         scores -= largest
         np.exp(scores, out=scores)
         sums[:, :-1] *= np.exp(before - largest)
         total += scores.sum(axis=-1, keepdims=True)
-        values = tokens.values.floats(head, cut_runs(tokens.runs, start, stop))
-        multiply(scores, values, weighted, add=True)
+        multiply(scores, own.values_of(head, start, stop), weighted, add=True)
     return sums.reshape(N, Q, -1)
-
-
-def _mask(scores: Floats, column: int, window: int | None) -> None:
-    """Set scores (N, Q, tokens) to -inf that a query does not see, if the first one's own token is at a
-    column.
-    """
-    _, Q, tokens = scores.shape
-    own = column + np.arange(Q)[:, None]
-    token = np.arange(tokens)
-    if column + 1 < tokens:
-        after = max(0, column + 1)
-        np.copyto(scores[..., after:], -math.inf, where=token[after:] > own)
-    if window is not None and column + Q > window:
-        before = min(tokens, column + Q - window)
-        np.copyto(scores[..., :before], -math.inf, where=token[:before] <= own - window)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvant import blas
 from kvant.operators.packing import PACKINGS, stored_width
-from kvant.operators.paged_rows import Run
+from kvant.operators.row_runs import Run
 
 FLOAT_BYTES = 4
 

@@ -4,13 +4,15 @@ B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from kvant.operators.attention import attend_each
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cpu_paged_attention import attend_rows_on_cpu
+from kvant.operators.exact_attention import attend_each_exactly
+from kvant.operators.exact_rows import ExactTail
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.paged_kernel import attend_pages
 from kvant.operators.paged_rows import (
@@ -22,6 +24,13 @@ from kvant.operators.paged_rows import (
     write_rows,
 )
 from kvant.operators.stored_tokens import fitted_tokens
+
+
+class NewTokens(NamedTuple):
+    """New tokens that wait to be written, in the form of a layer's arrays; empty: none do."""
+
+    stored: Sequence[mx.array] = ()
+    exact: Sequence[mx.array] = ()
 
 
 def multi_head_cache_attention(
@@ -38,9 +47,10 @@ def multi_head_cache_attention(
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
     backend: Backend | None = None,
-) -> tuple[mx.array, list[mx.array] | None]:
+    exact_arrays: Sequence[mx.array] = (),
+) -> tuple[mx.array, NewTokens]:
     """Causal attention of S new tokens of each sequence to its rows, once they are written. Changes
-    ``arrays``.
+    ``arrays`` and ``exact_arrays``.
 
     Args:
         query: (R, H, S, D), R >= B. Sequences past the B of ``rows`` are padding: nothing is written of them,
@@ -53,23 +63,55 @@ def multi_head_cache_attention(
         sinks: as ``attend_tokens`` takes them.
         backend: where the fused kernel runs, which must take the layer's tokens
             (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
+        exact_arrays: floats of the first and the last tokens, in the rows that ``rows.exact`` names. Empty:
+            all tokens are read as they are quantized.
 
     Returns:
-        (R, H, S, Dv) in the query's dtype, and what waits to be written, as it is stored.
+        (R, H, S, Dv) in the query's dtype, and what of the new tokens waits to be written.
     """
-    B, pages = len(rows.runs), rows.pages if mask is None and backend is not None else None
+    pages = rows.pages if mask is None and backend is not None else None
     bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
     form = bits | {"quant_group": quant_group}
-    waiting: list[mx.array] | None = None
-    if rows.new is None:
-        waiting = fitted_tokens(key, value, arrays, **form, unbatched=True)
-    else:
-        write_rows(key[:B], value[:B], arrays, rows.new, **form, backend=None if pages is None else backend)
+    waiting = append(
+        key, value, arrays, rows, exact_arrays, **form, backend=None if pages is None else backend
+    )
     options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
+    exact = ExactTail(rows.exact, exact_arrays, waiting.exact) if rows.exact and exact_arrays else None
     if pages is not None:
-        return attend_pages(query, arrays, pages, **form, **options, backend=backend), None
-    own = attend_rows(query, arrays, rows, **bits, mask=mask, waiting=waiting or (), **options)
+        return attend_pages(query, arrays, pages, **form, **options, backend=backend, exact=exact), waiting
+    own = attend_rows(query, arrays, rows, **bits, mask=mask, waiting=waiting.stored, **options, exact=exact)
     return own, waiting
+
+
+def append(
+    key: mx.array,
+    value: mx.array,
+    arrays: list[mx.array],
+    rows: PagedRows,
+    exact_arrays: Sequence[mx.array] = (),
+    *,
+    backend: Backend | None = None,
+    **form: Any,
+) -> NewTokens:
+    """Write new tokens, and return those that wait to be written.
+
+    Arguments are those of :func:`multi_head_cache_attention`; with a ``backend`` it quantizes the tokens.
+    """
+    B = len(rows.runs)
+    stored: Sequence[mx.array] = ()
+    exact: Sequence[mx.array] = ()
+    if rows.new is None:
+        stored = fitted_tokens(key, value, arrays, **form, unbatched=True)
+    else:
+        write_rows(key[:B], value[:B], arrays, rows.new, **form, backend=backend)
+    if rows.exact is not None and exact_arrays:
+        floats: dict[str, Any] = {"quant_bit": 0, "quant_group": 0}
+        if rows.exact.new is None:
+            (joined,) = fitted_tokens(key[:B], value[:B], exact_arrays, **floats)
+            exact = [x.squeeze(0) for x in mx.split(joined, B)]
+        else:
+            write_rows(key[:B], value[:B], exact_arrays, rows.exact.new, **floats)
+    return NewTokens(stored, exact)
 
 
 def attend_rows(
@@ -83,12 +125,13 @@ def attend_rows(
     waiting: Sequence[mx.array] = (),
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
+    exact: ExactTail | None = None,
 ) -> mx.array:
     """:func:`multi_head_cache_attention` of tokens that are written already, or ``waiting`` as they are
     stored.
     """
     options: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
-    options |= {"mask": mask, "waiting": waiting, "bias_split": bias_split, "sinks": sinks}
+    options |= {"mask": mask, "waiting": waiting, "bias_split": bias_split, "sinks": sinks, "exact": exact}
     if mx.default_device().type == mx.cpu:
         output = attend_rows_on_cpu(query, arrays, rows, **options)
     else:
@@ -109,6 +152,7 @@ def _attend_unfused(
     waiting: Sequence[mx.array],
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
+    exact: ExactTail | None,
 ) -> mx.array:
     """:func:`attend_rows` on a GPU, of the sequences that have rows."""
     S, D = query.shape[2:]
@@ -122,6 +166,20 @@ def _attend_unfused(
     for share in shares(rows.counts, size):
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
+        if exact is not None:
+            outputs += attend_each_exactly(
+                query[share],
+                readable,
+                rows.only(share),
+                exact.only(share),
+                waiting,
+                **bits,
+                dtype=form["dtype"],
+                mask=mask,
+                bias_split=bias_split,
+                sinks=sinks,
+            )
+            continue
         tokens = read_sequences(readable, rows.only(share), waiting, **form)
         outputs += attend_each(
             query[share], tokens, rows.window, mask=mask, bias_split=bias_split, sinks=sinks

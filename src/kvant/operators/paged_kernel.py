@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.exact_rows import ExactPages, ExactSpan
 from kvant.operators.kernels.attend import attend
 from kvant.operators.kernels.launch import SMALL
 from kvant.operators.masks import alibi_slopes
@@ -46,6 +47,18 @@ def step_pages(
     more = [0] * (SMALL - B)
     firsts, offsets = mx.array([*first, *more], mx.int32), mx.array([*offset, *more], mx.int32)
     return StepPages(mx.array(table, mx.int32), firsts, offsets, B, rows, window)
+
+
+def exact_pages(
+    spans: Sequence[ExactSpan], sinks: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+) -> ExactPages:
+    """:class:`ExactPages` of the sequences of a step."""
+    B = len(spans)
+    table = [[span.page, *[0] * (SMALL - 1)] for span in spans]
+    numbers = zip(sinks, starts, ends, strict=True)
+    rows = [[*own, 0] for own in numbers]
+    rows += [[0, 0, 0, 0]] * max(0, 2 - B)
+    return ExactPages(mx.array(table, mx.int32), mx.array(rows, mx.int32))
 
 
 def attend_fused(

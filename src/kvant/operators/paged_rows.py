@@ -12,17 +12,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvant.operators.exact_rows import ExactRows
 from kvant.operators.kernels.attend import value_dim_of
 from kvant.operators.paged_kernel import StepPages
-from kvant.operators.stored_tokens import fitted_tokens, float_tokens
+from kvant.operators.row_runs import Run, put_rows, stored_rows
+from kvant.operators.stored_tokens import fitted_tokens, float_rows, keys_and_values
 from kvant.operators.streams import FEW_ROWS
 
 # Bytes of keys and values as float32 that are made at once (measured): 16 MiB for a token of 32k took 1.2 to
 # 2.5 times as long, 1 MiB 1.3 times. Of many queries a fourth: a CPU attends to more tokens in tiles.
 READ_BYTES = 4 * 1024 * 1024
 PARTS_OF_MANY = 4
-
-Run = tuple[int, int]  # the first row of some that lie side by side, and the one behind the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class PagedRows:
         first: the position of the first row that is read.
         window: the last tokens that a query sees, its own included; None: it sees all.
         pages: the same for the fused kernel; None: it does not take the step.
+        exact: the rows of tokens that are also stored as floats; None: there are none.
     """
 
     new: list[Run] | mx.array | None
@@ -44,11 +45,16 @@ class PagedRows:
     first: list[int]
     window: int | None
     pages: StepPages | None = None
+    exact: ExactRows | None = None
 
     @property
     def counts(self) -> list[int]:
         """Rows that are read of each sequence."""
         return [sum(end - first for first, end in own) for own in self.runs]
+
+    def ends(self, sequence: int) -> int:
+        """Return the position past the last row that is read of a sequence."""
+        return self.first[sequence] + sum(end - first for first, end in self.runs[sequence])
 
     def only(self, share: slice) -> "PagedRows":
         """Return what is read of some of the sequences."""
@@ -74,6 +80,31 @@ def read_rows(
     converts rows that are apart to float three times as slowly on a CPU (1,500 rows of 8 heads of 64: 225 us;
     a copy and the conversion of it 70 and 76).
     """
+    rows = read_float_rows(
+        arrays,
+        runs,
+        waiting,
+        quant_bit=quant_bit,
+        value_bit=value_bit,
+        dtype=dtype,
+        key_dim=key_dim,
+        copy=copy,
+    )
+    return keys_and_values(rows, key_dim)
+
+
+def read_float_rows(
+    arrays: Sequence[mx.array],
+    runs: Sequence[Run],
+    waiting: Sequence[mx.array] = (),
+    *,
+    copy: bool = False,
+    **form: Any,
+) -> list[mx.array]:
+    """As :func:`read_rows`, but in the arrangement in which tokens are stored.
+
+    ``form``: of :func:`kvant.operators.stored_tokens.float_rows`.
+    """
     stored = [
         stored_rows(array, runs)
         if len(runs) != 1 or (copy and array is arrays[0])
@@ -82,7 +113,7 @@ def read_rows(
     ]
     if waiting:
         stored = [mx.concatenate([held, more], axis=2) for held, more in zip(stored, waiting, strict=True)]
-    return float_tokens(stored, quant_bit=quant_bit, value_bit=value_bit, dtype=dtype, key_dim=key_dim)
+    return float_rows(stored, **form)
 
 
 def read_sequences(
@@ -127,40 +158,6 @@ def write_rows(
         tokens = mx.view(part, words).transpose(1, 2, 0, 3, 4).flatten(2, 3)
         put = mx.put_along_axis(mx.view(array, words), rows[None, None, :, None], tokens, axis=2)
         array[:] = mx.view(put, array.dtype)
-
-
-def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
-    """Write tokens (2, K, rows, last) in place; MLX copies the whole array if anything else holds it."""
-    done = 0
-    if len(rows) == 1 and tokens.shape[2] == rows[0][1] - rows[0][0]:
-        array[:, :, rows[0][0] : rows[0][1]] = tokens
-        return
-    for first, end in rows:
-        array[:, :, first:end] = tokens[:, :, done : done + end - first]
-        done += end - first
-
-
-def stored_rows(array: mx.array, runs: Sequence[Run]) -> mx.array:
-    """The rows of runs side by side: (2, K, rows, last), a copy. None at all: (2, K, 0, last).
-
-    They are copied in the widest words that a row divides into: of bytes a sixth of the time (measured).
-    """
-    row_bytes = array.shape[-1] * array.dtype.size
-    words = next((word for word in (mx.uint64, mx.uint32, mx.uint16) if row_bytes % word.size == 0), mx.uint8)
-    source = mx.view(array, words)
-    parts = [source[:, :, first:end] for first, end in runs] or [source[:, :, :0]]
-    joined = mx.contiguous(parts[0]) if len(parts) == 1 else mx.concatenate(parts, axis=2)
-    return mx.view(joined, array.dtype)
-
-
-def cut_runs(runs: Sequence[Run], start: int, end: int) -> list[Run]:
-    """The runs of some of the rows, counted from the first."""
-    found, before = [], 0
-    for first, last in runs:
-        own = first + max(0, start - before), min(last, first + end - before)
-        found += [own] if own[0] < own[1] else []
-        before += last - first
-    return found
 
 
 def float_bytes(array: mx.array, key_dim: int, quant_bit: int, value_bit: int) -> int:

@@ -9,6 +9,8 @@ from kvant.operators.kernels.attend import quantize_tokens, value_dim_of
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize, quantize_fitted
 
+MAX_HALF = 65504.0  # the largest float16
+
 
 def stored_tokens(
     key: mx.array,
@@ -57,7 +59,11 @@ def stored_tokens(
     else:
         both = mx.concatenate([key, value], axis=-1)
         both = both if unbatched else both[:, None]
-    return list(quantized(both, quant_bit)) if quant_bit else [both.astype(arrays[0].dtype)]
+    if quant_bit:
+        return list(quantized(both, quant_bit))
+    if arrays[0].dtype == mx.float16 and both.dtype != mx.float16:
+        both = mx.clip(both, -MAX_HALF, MAX_HALF)  # an infinite key would make a NaN of every score
+    return [both.astype(arrays[0].dtype)]
 
 
 def fitted_tokens(
@@ -81,6 +87,31 @@ def float_tokens(
 ) -> tuple[mx.array, mx.array]:
     """The reverse of :func:`stored_tokens`, with B or without it: keys and values (B, K, S, D) in ``dtype``.
 
+    The arguments are those of :func:`float_rows`.
+    """
+    rows = float_rows(
+        stored,
+        quant_bit=quant_bit,
+        value_bit=value_bit,
+        dtype=dtype,
+        product_dtype=product_dtype,
+        key_dim=key_dim,
+    )
+    return keys_and_values(rows, key_dim)
+
+
+def float_rows(
+    stored: Sequence[mx.array],
+    *,
+    quant_bit: int,
+    value_bit: int = 0,
+    dtype: mx.Dtype,
+    product_dtype: mx.Dtype | None = None,
+    key_dim: int | None = None,
+) -> list[mx.array]:
+    """Return stored tokens as floats, in the arrangement in which they are stored: one array (..., 2, K, S,
+    D), or (..., 1, K, S, D + Dv). Keys and values of different bits are two arrays (..., 1, K, S, D).
+
     ``product_dtype`` is the dtype of a quantized value times its scale. PMX's is the scale's. None: float32,
     but the scale's on a GPU for half precision, so that no array of float32 is made. ``key_dim`` is the width
     of keys that lie side by side with values.
@@ -99,8 +130,16 @@ def float_tokens(
         ends = key_dim * quant_bit // 8, stored[1].shape[-1] * key_dim // width
         keys = floats([array[..., :end] for array, end in zip(stored, ends, strict=True)], quant_bit)
         values = floats([array[..., end:] for array, end in zip(stored, ends, strict=True)], value_bit)
+        return [keys, values]
+    return [floats(stored, quant_bit)]
+
+
+def keys_and_values(rows: Sequence[mx.array], key_dim: int | None) -> tuple[mx.array, mx.array]:
+    """Return the keys and values (B, K, S, D) in what :func:`float_rows` returns."""
+    if len(rows) == 2:
+        keys, values = rows
     else:
-        both = floats(stored, quant_bit)
+        (both,) = rows
         if both.shape[-4] == 2:
             return (both[:1], both[1:]) if both.ndim == 4 else (both[:, 0], both[:, 1])
         keys, values = both[..., :key_dim], both[..., key_dim:]

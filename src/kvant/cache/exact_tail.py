@@ -1,0 +1,209 @@
+"""The exact tails of a pool's sequences: pages of floats beside the quantized rows.
+
+A layer that quantizes stores the first and the last tokens of each sequence as floats too, in a page of a
+fixed size that belongs to the sequence while it is open; :mod:`kvant.operators.exact_rows` says which tokens
+these are. A sequence that begins with tokens of others lacks their exact rows, unless a checkpoint kept them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from kvant.cache.pages import Pages
+from kvant.operators.exact_rows import RING, SINKS, SLACK, TAIL_ROWS, ExactRows, ExactSpan
+from kvant.operators.paged_kernel import exact_pages
+from kvant.operators.row_runs import Run, put_rows, stored_rows
+
+if TYPE_CHECKING:
+    from kvant.cache.layer_group import PoolLayer
+
+
+@dataclass(frozen=True, slots=True)
+class TailCopy:
+    """The exact rows of a sequence, as a checkpoint or a file keeps them.
+
+    Attributes:
+        sinks: how many of the first tokens there are.
+        start: position of the first row behind these.
+        length: tokens of the sequence.
+        rows: of each layer that has a tail: (2, K, rows, D).
+    """
+
+    sinks: int
+    start: int
+    length: int
+    rows: Sequence[mx.array]
+
+
+class KeptTokens:
+    """Exact new tokens of a sequence that wait until their step is committed, as many as are read later."""
+
+    def __init__(self, length: int, new_tokens: int) -> None:
+        """``length``: tokens of the sequence before the step."""
+        end = length + new_tokens
+        # Positions of the tokens.
+        self.ranges: list[Run] = [(max(length, SINKS, end - RING), end)]
+        if length < SINKS:
+            self.ranges.insert(0, (length, SINKS))
+        self.length = length
+        self.layers: list[tuple[PoolLayer, mx.array]] = []  # with (2, K, n, D) of each
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The tokens of all layers."""
+        return [tokens for _, tokens in self.layers]
+
+    def add(self, layer: "PoolLayer", tokens: mx.array) -> mx.array:
+        """Keep what is needed of a layer's new tokens (2, K, S, D), and return it."""
+        kept = stored_rows(tokens, [(first - self.length, end - self.length) for first, end in self.ranges])
+        self.layers.append((layer, kept))
+        return kept
+
+
+class ExactTails:
+    """The pages of a pool's exact tails."""
+
+    def __init__(self, layers: Sequence["PoolLayer"], sequences: int, *, logs: bool = False) -> None:
+        """
+        Args:
+            layers: those of the pool that have a tail.
+            sequences: that can be open at once.
+            logs: note what was written, for :meth:`take_events`.
+        """
+        self.layers = tuple(layers)
+        self._pages = Pages(sequences)
+        self._logs = logs
+        self._events: list[tuple[int, ...]] = []
+
+    def open(self) -> ExactSpan:
+        """Return the span of a new sequence without tokens."""
+        (page,) = self._pages.allocate(1)
+        return ExactSpan(page)
+
+    def close(self, span: ExactSpan) -> None:
+        """Give the page of a sequence back."""
+        self._pages.release([span.page])
+
+    def fork(self, span: ExactSpan, to: ExactSpan) -> None:
+        """Give the span of a new sequence the rows of another."""
+        self.copy(span.page, to.page)
+        to.sinks = span.sinks
+        to.start = span.start
+
+    def copy(self, page: int, to: int) -> None:
+        """Copy a page to another, in all layers."""
+        if self._logs:
+            self._events.append((page, to))
+        for layer in self.layers:
+            (array,) = layer.exact_arrays
+            rows = stored_rows(array, [(page * TAIL_ROWS, (page + 1) * TAIL_ROWS)])
+            mx.eval(rows)  # before the write: MLX would copy the whole array for it
+            put_rows(array, rows, [(to * TAIL_ROWS, (to + 1) * TAIL_ROWS)])
+
+    def copied(self, span: ExactSpan, length: int) -> TailCopy:
+        """Return a copy of the rows of a sequence of so many tokens."""
+        start = min(span.start, length)
+        sinks = min(span.sinks, length)
+        rows = [*span.runs(0, sinks), *span.runs(start, length)]
+        copies = [stored_rows(layer.exact_arrays[0], rows) for layer in self.layers]
+        mx.eval(copies)
+        return TailCopy(sinks, start, length, copies)
+
+    def restore(self, span: ExactSpan, copy: TailCopy) -> None:
+        """Give a sequence the rows of a copy, whose length it has."""
+        rows = [*span.runs(0, copy.sinks), *span.runs(copy.start, copy.length)]
+        for layer, tokens in zip(self.layers, copy.rows, strict=True):
+            put_rows(layer.exact_arrays[0], tokens, rows)
+        mx.eval([layer.exact_arrays for layer in self.layers])
+        span.sinks = SINKS if copy.sinks == min(SINKS, copy.length) else 0
+        span.start = max(SINKS, copy.start)
+
+    def write(self, span: ExactSpan, kept: KeptTokens, num_tokens: int) -> None:
+        """Write what was kept of the first ``num_tokens`` tokens of a step, which are committed now."""
+        if self._logs:
+            self._events.append((span.page, kept.length, num_tokens))
+        end = kept.length + num_tokens
+        before = 0
+        for first, last in kept.ranges:
+            if (stop := min(last, end)) > first:
+                rows = span.runs(first, stop)
+                for layer, tokens in kept.layers:
+                    put_rows(layer.exact_arrays[0], tokens[:, :, before : before + stop - first], rows)
+            before += last - first
+        span.will_write(end)
+        first, _ = kept.ranges[-1]
+        if first > max(kept.length, SINKS):  # those before it were not kept
+            span.start = max(span.start, min(first, end))
+
+    def take_events(self) -> list[tuple[int, ...]]:
+        """Return what was done since the last call, if that is noted: copies of a page to a page, and for a
+        page how many tokens behind so many were written.
+        """
+        events = self._events
+        self._events = []
+        return events
+
+
+class KeptTails:
+    """The exact new tokens of a step's sequences that wait until it is committed; mostly none."""
+
+    def __init__(self) -> None:
+        self._sequences: list[KeptTokens] = []
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All of them."""
+        return [array for own in self._sequences for array in own.arrays]
+
+    def place(
+        self, spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool
+    ) -> ExactRows:
+        """Begin a step; as :func:`place_exact`."""
+        waits = new_tokens > SLACK + 1
+        self._sequences = [KeptTokens(length, new_tokens) for length in lengths] if waits else []
+        return place_exact(spans, lengths, new_tokens, fused=fused)
+
+    def add(self, layer: "PoolLayer", tokens: Sequence[mx.array]) -> list[mx.array]:
+        """Keep what is needed of a layer's new tokens, (2, K, S, D) of each sequence, and return it."""
+        return [own.add(layer, new) for own, new in zip(self._sequences, tokens, strict=True)]
+
+    def write(self, tails: ExactTails, span: ExactSpan, sequence: int, num_tokens: int) -> None:
+        """Write what was kept of the first tokens of a step, which are about to be committed."""
+        if self._sequences:
+            tails.write(span, self._sequences[sequence], num_tokens)
+
+    def drop(self) -> None:
+        """Drop all of them."""
+        self._sequences = []
+
+
+def place_exact(
+    spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool
+) -> ExactRows:
+    """Return where S new tokens of each sequence are written, and what their queries read.
+
+    More than ``SLACK + 1`` new tokens are written when their step is committed.
+    """
+    waits = new_tokens > SLACK + 1
+    new: list[list[Run]] = []
+    read: list[list[Run]] = []
+    starts: list[int] = []
+    ends = [length + new_tokens for length in lengths]
+    for span, length, end in zip(spans, lengths, ends, strict=True):
+        if not waits:
+            new.append(span.runs(length, end))
+        start, rows = span.read(length, length if waits else end)
+        if not waits:
+            span.will_write(end)
+        read.append(rows)
+        starts.append(min(max(start, SINKS), end))
+    sinks = [min(span.sinks, end) for span, end in zip(spans, ends, strict=True)]
+    written: list[Run] | mx.array | None = None
+    if not waits:
+        written = new[0]
+        if len(new) > 1:
+            written = mx.array([row for own in new for run in own for row in range(*run)], mx.int32)
+    pages = exact_pages(spans, sinks, starts, ends) if fused and not waits else None
+    return ExactRows(written, read, sinks, starts, ends, pages)

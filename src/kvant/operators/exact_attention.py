@@ -1,0 +1,207 @@
+"""Unfused attention to quantized tokens and an exact tail (:mod:`kvant.operators.exact_rows`). Unchecked."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.operators.attention import attend_tokens
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cpu_attention import attend_singly
+from kvant.operators.exact_rows import TAIL_WINDOW, ExactRows, ExactTail
+from kvant.operators.masks import both_masks
+from kvant.operators.paged_rows import PagedRows, read_float_rows
+from kvant.operators.row_runs import cut_runs
+from kvant.operators.stored_tokens import keys_and_values
+
+KeysAndValues = tuple[mx.array, mx.array]
+
+
+def attend_few_exactly(
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    exact: ExactTail,
+    *,
+    quant_bit: int,
+    value_bit: int,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend a few new tokens of each sequence on a CPU, each as it would attend alone: (B, H, S, Dv).
+
+    Args:
+        query: (B, H, S, D).
+        arrays, rows: as of :func:`kvant.operators.paged_attention.attend_rows`.
+        exact: of the same sequences.
+    """
+    B, _, S, D = query.shape
+    tail = exact.read(mx.float32)
+    # Sequences whose queries see exact rows only need no others.
+    mixed = [b for b in range(B) if not exact.rows.all_exact(b, _first_seen(rows, b, S))]
+    floats: list[mx.array] = []
+    columns: dict[int, int] = {}
+    if mixed:
+        runs = [rows.runs[b] for b in mixed]
+        floats = read_float_rows(
+            arrays,
+            [run for own in runs for run in own],
+            quant_bit=quant_bit,
+            value_bit=value_bit,
+            key_dim=D,
+            dtype=mx.float32,
+            copy=quant_bit > 0,
+        )
+        counts = [sum(end - first for first, end in own) for own in runs]
+        columns = dict(zip(mixed, accumulate([0, *counts[:-1]]), strict=True))
+    outputs: list[mx.array] = []
+    for i in range(S):
+        own = floats if S == 1 else [copy.copy(array) for array in floats]
+        for b, column in columns.items():
+            _put_exact(own, tail[b], exact.rows, b, rows.ends(b) - S + i, column - rows.first[b], D)
+        keys, values = keys_and_values(own, D) if own else (None, None)
+        tokens: list[KeysAndValues] = []
+        places: list[int] = []
+        for b in range(B):
+            end = rows.ends(b) - S + 1 + i
+            start = rows.first[b] if rows.window is None else max(rows.first[b], end - rows.window)
+            if b in columns:
+                assert keys is not None
+                assert values is not None
+                seen = slice(columns[b] + start - rows.first[b], columns[b] + end - rows.first[b])
+                tokens.append((keys[:, :, seen], values[:, :, seen]))
+            else:
+                seen = slice(exact.rows.count_before(b, start), exact.rows.count_before(b, end))
+                own_keys, own_values = keys_and_values([tail[b]], D)
+                tokens.append((own_keys[:, :, seen], own_values[:, :, seen]))
+            places.append(start)
+        one = query[:, None, :, i].astype(mx.float32)  # (B, H, S, D) -> (B, 1, H, D)
+        if outputs:  # without this dependency MLX makes the floats of all queries before it uses the first
+            (one,) = mx.depends([one], outputs[-1:])
+        outputs.append(attend_singly(one, tokens, bias_split=bias_split, first=places, sinks=sinks))
+    # S arrays (B, 1, H, Dv) -> (B, H, S, Dv)
+    return mx.concatenate(outputs, axis=1).swapaxes(1, 2).astype(query.dtype)
+
+
+def _first_seen(rows: PagedRows, sequence: int, new_tokens: int) -> int:
+    """Return the first position that the first new token of a sequence sees."""
+    first = rows.first[sequence]
+    if rows.window is None:
+        return first
+    return max(first, rows.ends(sequence) - new_tokens + 1 - rows.window)
+
+
+def _put_exact(
+    floats: list[mx.array],
+    tail: mx.array,
+    rows: ExactRows,
+    sequence: int,
+    position: int,
+    offset: int,
+    key_dim: int,
+) -> None:
+    """Replace the floats of a sequence's tokens by the exact rows that the query at a position reads.
+
+    ``offset``: the column of position 0.
+    """
+    tail_start = rows.tail_start(sequence, position)
+    for first, end in ((0, min(rows.sinks[sequence], tail_start)), (tail_start, position + 1)):
+        first = max(first, -offset)
+        if first >= end:
+            continue
+        part = tail[:, :, rows.count_before(sequence, first) : rows.count_before(sequence, end)]
+        parts = [part]
+        if len(floats) == 2:
+            parts = list(keys_and_values([part], key_dim))
+        for number, own in enumerate(parts):
+            floats[number][:, :, offset + first : offset + end] = own
+
+
+def attend_each_exactly(
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    exact: ExactTail,
+    waiting: Sequence[mx.array],
+    *,
+    quant_bit: int,
+    value_bit: int,
+    dtype: mx.Dtype,
+    mask: mx.array | None,
+    bias_split: BiasSplit | None,
+    sinks: mx.array | None,
+) -> list[mx.array]:
+    """Attend each row of queries (B, H, S, D) causally to its own sequence: B arrays (1, H, S, Dv).
+
+    The quantized tokens that a query reads and the exact ones are columns of one product; a mask tells which
+    of them it sees.
+
+    Args:
+        arrays, rows, waiting: as of :func:`kvant.operators.paged_attention.attend_rows`.
+        exact: of the same sequences.
+        dtype: of keys and values in the products.
+        mask: it has a column for every position from 0 on.
+        bias_split, sinks: as in :func:`kvant.operators.attention.attend_tokens`.
+    """
+    S, D = query.shape[2:]
+    form: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit, "dtype": dtype, "key_dim": D}
+    outputs: list[mx.array] = []
+    for b, tail in enumerate(exact.read(dtype)):
+        end = exact.rows.ends[b]
+        first, last = rows.first[b], exact.rows.tail_start(b, end - 1)
+        first = max(first, exact.rows.sinks[b])
+        keys, values = keys_and_values([tail], D)
+        start = exact.rows.starts[b]
+        positions = [*range(exact.rows.sinks[b]), *range(start, end)]
+        if first < last:
+            written = rows.counts[b]
+            own = cut_runs(rows.runs[b], first - rows.first[b], last - rows.first[b])
+            late = [x[:, :, : max(0, last - rows.first[b] - written)] for x in waiting]
+            late = late if late and late[0].shape[2] else []
+            # Without this dependency MLX reads the tokens of every sequence before it uses the first.
+            readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
+            floats = read_float_rows(readable, own, late, **form)
+            more_keys, more_values = keys_and_values(floats, D)
+            keys = mx.concatenate([keys, more_keys], axis=2)
+            values = mx.concatenate([values, more_values], axis=2)
+        else:
+            last = first
+        options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
+        if keys.shape[2] == end and mask is None and rows.window is None:  # every token once, in order
+            outputs.append(attend_tokens(query[b : b + 1], keys, values, **options))
+            continue
+        column = mx.array([*positions, *range(first, last)], mx.int32)
+        seen = _columns_seen(exact.rows, b, S, rows.window, column, len(positions))
+        if mask is not None:
+            seen = both_masks(seen, mx.take(mask, column, axis=-1))
+        if bias_split is not None:
+            rotation = mx.take(bias_split.rotation, column, axis=-1)
+            options["bias_split"] = replace(bias_split, rotation=rotation)
+        outputs.append(attend_tokens(query[b : b + 1], keys, values, is_causal=False, mask=seen, **options))
+    return outputs
+
+
+def _columns_seen(
+    rows: ExactRows, sequence: int, new_tokens: int, window: int | None, column: mx.array, num_exact: int
+) -> mx.array:
+    """Return which columns each new token of a sequence sees: boolean (S, columns).
+
+    ``column``: the position of each, those of exact rows first. The layers of a step share the result.
+    """
+    end = rows.ends[sequence]
+    key = (end, rows.starts[sequence], new_tokens, window, column.size)
+    if key not in rows.masks:
+        position = mx.arange(end - new_tokens, end, dtype=mx.int32)[:, None]
+        tail_start = mx.maximum(position + 1 - TAIL_WINDOW, rows.starts[sequence])
+        is_exact = mx.arange(column.size) < num_exact
+        is_read = mx.where(
+            is_exact, (column >= tail_start) | (column < rows.sinks[sequence]), column < tail_start
+        )
+        seen = is_read & (column <= position)
+        if window is not None:
+            seen = seen & (column > position - window)
+        rows.masks[key] = seen
+    return rows.masks[key]

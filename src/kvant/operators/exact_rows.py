@@ -1,0 +1,184 @@
+"""The exact tail: the first and the last tokens of a sequence, which a layer stores as floats as well.
+
+Attention to quantized keys errs most at the tokens that a query attends to most: the first ones and the most
+recent ones. So a query reads the first ``SINKS`` tokens and its last W tokens, its own included, as they were
+computed, and all others as they are quantized. The quantized rows stay complete: a sequence that lacks some
+of its exact rows reads the quantized ones in their place.
+
+The exact rows of a sequence are one page of ``TAIL_ROWS`` rows, which never grows: the first tokens, and a
+ring of the others. A step of up to ``SLACK + 1`` tokens can be taken back after it wrote there: the ring has
+so many rows more than a query reads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.operators.kernels.attend import PAGE_SIZE
+from kvant.operators.row_runs import Run, cut_runs, stored_rows
+
+TAIL_ROWS = PAGE_SIZE
+SINKS = 4  # first tokens; StreamingLLM (arXiv 2309.17453) keeps as many
+SLACK = 16  # tokens that a sequence can go back, at least
+RING = TAIL_ROWS - SINKS
+TAIL_WINDOW = RING - SLACK  # W
+
+
+@dataclass(frozen=True, slots=True)
+class ExactRows:
+    """The exact rows of a step's sequences. Each list has an entry for every sequence.
+
+    The rows of a sequence are those of positions 0 to ``sinks``, then those from ``starts`` to ``ends``.
+
+    Attributes:
+        new: the rows of the new tokens: as :class:`kvant.operators.paged_rows.PagedRows` has them.
+        runs: the rows that are read, in the order of positions. If ``new`` is None, they are followed by the
+            new tokens, which wait to be written.
+        sinks: how many of the first tokens are read.
+        starts: position of the first row behind these.
+        ends: position past the last row, a new token's.
+        pages: the same for the fused kernel; None: it does not take the step.
+    """
+
+    new: list[Run] | mx.array | None
+    runs: list[list[Run]]
+    sinks: list[int]
+    starts: list[int]
+    ends: list[int]
+    pages: "ExactPages | None" = None
+    masks: dict[Any, mx.array] = field(default_factory=dict, repr=False)  # of unfused attention
+
+    def only(self, share: slice) -> "ExactRows":
+        """Return what is read of some of the sequences."""
+        if share == slice(0, len(self.runs)):
+            return self
+        return replace(
+            self,
+            runs=self.runs[share],
+            sinks=self.sinks[share],
+            starts=self.starts[share],
+            ends=self.ends[share],
+        )
+
+    def tail_start(self, sequence: int, position: int) -> int:
+        """Return where the tail begins that the query at a position reads."""
+        return max(position + 1 - TAIL_WINDOW, self.starts[sequence])
+
+    def all_exact(self, sequence: int, first: int) -> bool:
+        """Return whether queries that see tokens from ``first`` on read no quantized row."""
+        start = self.tail_start(sequence, self.ends[sequence] - 1)
+        return start <= max(first, self.sinks[sequence])
+
+    def before(self, end: int) -> "ExactRows":
+        """Return the rows of the first queries of one sequence, the last of which is before ``end``."""
+        (runs,) = self.runs
+        return replace(self, runs=[cut_runs(runs, 0, self.count_before(0, end))], ends=[end])
+
+    def count_before(self, sequence: int, position: int) -> int:
+        """Return how many of the rows are of tokens before a position."""
+        sinks = self.sinks[sequence]
+        return min(position, sinks) + max(0, position - max(sinks, self.starts[sequence]))
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPages:
+    """The exact rows of B sequences for the fused kernel.
+
+    Attributes:
+        table: (B, 8) int32, the page of each sequence first.
+        spans: (B, 4) int32, the ``sinks``, ``starts`` and ``ends`` of each sequence, and 0. Of one sequence a
+            second row follows, which is not read.
+    """
+
+    table: mx.array
+    spans: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class ExactTail:
+    """The exact rows of a layer in a step.
+
+    Attributes:
+        rows: where they are.
+        arrays: (2, K, rows, D) floats, or keys and values of different widths side by side.
+        waiting: the new tokens of each sequence in the same form, if they are written later.
+    """
+
+    rows: ExactRows
+    arrays: Sequence[mx.array]
+    waiting: Sequence[mx.array] = ()
+
+    def only(self, share: slice) -> "ExactTail":
+        """Return those of some of the sequences."""
+        return replace(self, rows=self.rows.only(share))
+
+    def read(self, dtype: mx.Dtype) -> list[mx.array]:
+        """Return the rows of each sequence, in the order of positions: (2, K, rows, D) in ``dtype``."""
+        runs = self.rows.runs
+        if self.waiting:
+            parts = zip(runs, self.waiting, strict=True)
+            return [
+                mx.concatenate([stored_rows(self.arrays[0], own), new], axis=2).astype(dtype)
+                for own, new in parts
+            ]
+        read = stored_rows(self.arrays[0], [run for own in runs for run in own]).astype(dtype)
+        if len(runs) == 1:
+            return [read]
+        counts = (sum(end - first for first, end in own) for own in runs)
+        return [*mx.split(read, list(accumulate(counts))[:-1], axis=2)]
+
+
+@dataclass(slots=True)
+class ExactSpan:
+    """Which tokens of a sequence have exact rows: the first ``sinks``, and those from ``start`` on.
+
+    Attributes:
+        page: in which they are.
+        sinks: ``SINKS``, or 0 if the first tokens were taken from another sequence without their rows.
+        start: at least ``SINKS``.
+    """
+
+    page: int
+    sinks: int = SINKS
+    start: int = SINKS
+
+    def go_back(self, length: int) -> None:
+        """Become the span of a sequence of its first ``length`` tokens."""
+        if not length:
+            self.sinks = SINKS
+        self.start = max(SINKS, min(self.start, length))
+
+    def lose(self, length: int) -> None:
+        """Become the span of a sequence of ``length`` tokens without exact rows."""
+        self.sinks = 0 if length else SINKS
+        self.start = max(SINKS, length)
+
+    def is_whole(self, length: int) -> bool:
+        """Return whether the rows are there that the query at position ``length`` reads in its tail."""
+        return self.start <= max(SINKS, length + 1 - TAIL_WINDOW)
+
+    def will_write(self, end: int) -> None:
+        """Note that the rows of tokens before ``end`` are written: they take the place of others."""
+        self.start = max(self.start, end - RING)
+
+    def runs(self, first: int, end: int) -> list[Run]:
+        """Return the rows of positions ``first`` to ``end``, fewer than ``RING`` past the first tokens."""
+        base = self.page * TAIL_ROWS
+        found = [(base + first, base + min(end, SINKS))] if first < min(end, SINKS) else []
+        first = max(first, SINKS) - SINKS
+        while first < end - SINKS:
+            row = first % RING
+            count = min(end - SINKS - first, RING - row)
+            found.append((base + SINKS + row, base + SINKS + row + count))
+            first += count
+        return found
+
+    def read(self, length: int, end: int) -> tuple[int, list[Run]]:
+        """Return where the tail starts that the query at position ``length`` reads, and the rows up to
+        position ``end``, with the first tokens before it.
+        """
+        start = max(self.start, length + 1 - TAIL_WINDOW)
+        return min(start, end), [*self.runs(0, min(self.sinks, end)), *self.runs(start, end)]
