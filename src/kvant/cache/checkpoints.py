@@ -19,6 +19,7 @@ class Checkpoint:
         is_head: prompts of other conversations are likely to begin with the text, such as a system prompt.
         states: of the layers that have one in place of rows; None: there is no such layer.
         pages: digests of the pages that the next token sees through a window.
+        tail: the exact rows (:class:`kvant.cache.exact_tail.TailCopy`); None: there are none.
         used: the number of the last text that began with this one.
     """
 
@@ -27,6 +28,7 @@ class Checkpoint:
     is_head: bool = False
     states: Any = None
     pages: frozenset[bytes] = field(default_factory=frozenset)
+    tail: Any = None
     used: int = 0
 
 
@@ -56,6 +58,15 @@ class Checkpoints:
     def states(self, digest: bytes) -> Any:
         """Return the states after a text; None if they are not kept."""
         return self._kept[digest].states if digest in self._kept else None
+
+    def last_tail(self, text: bytes) -> Any:
+        """Return the exact rows at the last checkpoint in a text that has any; None: none has."""
+        found = [
+            own
+            for own in self._kept.values()
+            if own.tail is not None and _begins(text, own.text, len(own.text))
+        ]
+        return max(found, key=lambda own: len(own.text)).tail if found else None
 
     def pages_needed(self) -> set[bytes]:
         """Return the digests of the pages that they need."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from kvant.cache.layer_format import LayerFormat, stored_of
 from kvant.cache.pages import Pages
 from kvant.operators.exact_rows import RING, SINKS, SLACK, TAIL_ROWS, ExactRows, ExactSpan
 from kvant.operators.paged_kernel import exact_pages
@@ -35,6 +36,35 @@ class TailCopy:
     start: int
     length: int
     rows: Sequence[mx.array]
+
+    @classmethod
+    def checked(
+        cls,
+        sinks: int,
+        start: int,
+        length: int,
+        rows: Sequence[mx.array | None],
+        formats: Sequence[LayerFormat],
+    ) -> "TailCopy":
+        """Return what a file says of the tail of layers; a ValueError if that cannot be one."""
+        check_tail((sinks, start), length)
+        expected = [own.tail(sinks + length - start)[0] for own in formats]
+        found = [array for array in rows if array is not None]
+        if [stored_of([array])[0] for array in found] != expected or len(found) != len(rows):
+            raise ValueError(f"a tail of {len(rows)} arrays that are not those of its layers")
+        return cls(sinks, start, length, found)
+
+
+def check_tail(numbers: Sequence[int], length: int) -> tuple[int, int]:
+    """Return how many of the first tokens a tail has, and where the rest of it starts; a ValueError unless a
+    sequence of so many tokens can have such a tail.
+    """
+    if len(numbers) == 2:
+        sinks, start = numbers
+        least = min(SINKS, length)
+        if sinks in (0, least) and least <= start <= length and length - start <= RING:
+            return sinks, start
+    raise ValueError(f"a tail of {numbers!s:.80}; expected its first tokens and where it starts, of {length}")
 
 
 class KeptTokens:

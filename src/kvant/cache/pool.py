@@ -10,7 +10,7 @@ from weakref import ref
 import mlx.core as mx
 
 from kvant.cache.disk import DiskCache
-from kvant.cache.exact_tail import ExactTails
+from kvant.cache.exact_tail import ExactTails, TailCopy
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import LayerFormat, State, describe_formats, stored_bytes
 from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer, kernel_of
@@ -20,9 +20,10 @@ from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.pool_sequence import PoolSequence, close
 from kvant.cache.pool_size import check_sizes, pages_and_rows, pool_bytes, single_rows, single_sizes
 from kvant.cache.prefix import as_text, digests, root
-from kvant.cache.prefix_search import PrefixSearch
+from kvant.cache.prefix_search import FEWEST_COPIED, PrefixSearch
 from kvant.cache.window_layer_group import WindowLayerGroup
 from kvant.errors import ContextError, SnapshotError
+from kvant.operators.exact_rows import TAIL_WINDOW
 from kvant.operators.key_transform import KeyTransform
 from kvant.operators.rotary import Rotary
 from kvant.sizes import format_bytes
@@ -205,7 +206,13 @@ class Pool:
         return free and max_tokens <= self.max_seq_len and self.num_sequences < self.max_sequences
 
     def sequence(
-        self, max_tokens: int, prompt: Sequence[int] = (), *, salt: bytes = b"", whole_pages: bool = True
+        self,
+        max_tokens: int,
+        prompt: Sequence[int] = (),
+        *,
+        salt: bytes = b"",
+        whole_pages: bool = True,
+        is_exact: bool = False,
     ) -> PoolSequence:
         """Open a sequence, with pages for ``max_tokens`` tokens, the most that it will have. It must be
         released.
@@ -216,13 +223,16 @@ class Pool:
             salt: sequences share pages only with those of the same one.
             whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins
                 alike are copied as well.
+            is_exact: it begins only where it is what it would be without the others: of a pool with exact
+                tails at checkpoints.
 
         The sequence of a single pool stays open: opened again, it goes back to what it has in common with the
         prompt less its last token, or as far before that as its windows and states allow.
         """
         if (conversation := self._conversation()) is not None:
             conversation.keep_common(prompt)
-            self.prefixes.read_into(conversation, prompt)
+            if self.prefixes.read_into(conversation, prompt):
+                conversation.go_back(conversation.length)
             return conversation
         with self.lock:
             self.check_opening(max_tokens)
@@ -231,6 +241,17 @@ class Pool:
                     f"the prompt has {len(prompt)} tokens; max_tokens of its sequence is {max_tokens}"
                 )
             page_hashes, rest = self.prefixes.find(prompt, salt, whole_pages)
+            tail: TailCopy | None = None
+            if self.tails is not None and (page_hashes or rest):
+                length, tail = self._length_with_tail(
+                    prompt,
+                    len(page_hashes) * PAGE_SIZE + rest,
+                    salt,
+                    unit=PAGE_SIZE if whole_pages else 1,
+                    is_exact=is_exact,
+                )
+                page_hashes = page_hashes[: length // PAGE_SIZE]
+                rest = length % PAGE_SIZE
             tables: list[PageTable] = []
             try:
                 for group in self.groups:
@@ -259,11 +280,38 @@ class Pool:
                 return self.sequence(max_tokens, salt=salt)
             if states is not None:
                 made.states = states
+            if tail is not None and tail.length == length:
+                made.take_tail(tail)
             for group in self.groups if length and self.checkpoints else ():
                 group.prefix.use_checkpoints(as_text(made.ids, salt), by_prompt=True)
             if self.single:
                 self._conversation = ref(made)
             return made
+
+    def _length_with_tail(
+        self, prompt: Sequence[int], length: int, salt: bytes, *, unit: int, is_exact: bool
+    ) -> tuple[int, TailCopy | None]:
+        """Return with how many of the first ``length`` tokens of a prompt, which are stored, a sequence
+        begins, and the exact rows of these.
+
+        They are those up to a checkpoint, if it is not far before, or if the sequence has to be exactly what
+        it would be without the others. Else as many tokens are fed again as a tail has. ``unit``: it is a
+        multiple.
+        """
+        tail: TailCopy | None = self.main.prefix.checkpoints.last_tail(as_text(prompt[:length], salt))
+        if tail is not None and tail.length % unit:
+            tail = None
+        kept = 0 if tail is None else tail.length
+        if self.has_windows or self.states:  # it begins where these allow it, or not at all
+            if kept == length:
+                return length, tail
+            return (0, None) if is_exact else (length, None)
+        again = max(0, length - TAIL_WINDOW) // unit * unit
+        if is_exact or kept > again:
+            return kept, tail
+        if again % PAGE_SIZE < FEWEST_COPIED:
+            again -= again % PAGE_SIZE
+        return again, None
 
     @property
     def disk(self) -> PoolDisk | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import mlx.core as mx
 
 from kvant.cache.disk import DiskCache
+from kvant.cache.exact_tail import TailCopy
 from kvant.cache.layer_format import (
     Arrays,
     Stored,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvant.cache.pool import Pool
 
 VERSION = 1
+STATES, TAIL = 255, 254  # kinds of files that are no layer group's pages
 Parsed = TypeVar("Parsed")
 
 
@@ -48,6 +50,7 @@ class PoolDisk:
             )
         self.disk = disk
         self._groups = pool.groups
+        self._tail_formats = [] if pool.tails is None else [layer.format for layer in pool.tails.layers]
         self._row_bytes = {group: sum(map(stored_bytes, _rows(group, 1))) for group in pool.groups}
         self._states = pool.states
         computed = [version("mlx"), str(mx.default_device())] if is_exact else []
@@ -76,6 +79,34 @@ class PoolDisk:
         size = sum(array.nbytes for array in arrays if array is not None)
         self.disk.put(self._name(None, digest), size, lambda: packed(arrays))
 
+    def put_tail(self, digest: bytes, tail: TailCopy) -> None:
+        """Have the exact tail at the end of a text written."""
+        size = sum(array.nbytes for array in tail.rows)
+        facts = mx.array([tail.sinks, tail.start, tail.length], mx.int64)
+        self.disk.put(self._file(TAIL, digest), size, lambda: packed([facts, *tail.rows]))
+
+    def tail(self, digest: bytes, length: int) -> TailCopy | None:
+        """Return the exact tail at the end of a text of so many tokens; None: it is not there."""
+        name = self._file(TAIL, digest)
+        data = self.disk.get(name)
+        if data is None:
+            return None
+        try:
+            return self._parsed_tail(data, length)
+        except (ValueError, RecursionError):
+            self.disk.remove(name)
+            return None
+
+    def _parsed_tail(self, data: bytes, length: int) -> TailCopy:
+        """Return the tail in a file; a ValueError unless it is one of so many tokens."""
+        facts, *rows = unpacked(data)
+        if facts is None or facts.dtype != mx.int64 or facts.shape != (3,):
+            raise ValueError("a tail without its three numbers")
+        sinks, start, given = (int(number) for number in memoryview(facts))  # type: ignore[arg-type]
+        if given != length:
+            raise ValueError(f"a tail of {given} tokens; expected {length}")
+        return TailCopy.checked(sinks, start, length, rows, self._tail_formats)
+
     def page(self, group: LayerGroup, digest: bytes, rows: int) -> list[mx.array]:
         """Return the rows of a page, for :meth:`LayerGroup.put_page`; raise :class:`PageGoneError`."""
         return self._get(group, digest, partial(unpacked, expected=_rows(group, rows)))  # type: ignore[arg-type]
@@ -98,12 +129,14 @@ class PoolDisk:
 
     def used(self, page_hashes: Sequence[bytes]) -> None:
         """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""
-        self.disk.used(
-            [self._name(group, digest) for digest in page_hashes for group in (*self._groups, None)]
-        )
+        kinds = (*range(len(self._groups)), STATES, TAIL)
+        self.disk.used([self._file(kind, digest) for digest in page_hashes for kind in kinds])
 
     def _name(self, group: LayerGroup | None, digest: bytes) -> str:
-        kind = 255 if group is None else self._groups.index(group)
+        return self._file(STATES if group is None else self._groups.index(group), digest)
+
+    def _file(self, kind: int, digest: bytes) -> str:
+        """Return the name of a file: of a layer group's page, of states or of a tail."""
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
     def _get(self, group: LayerGroup | None, digest: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:

@@ -273,7 +273,7 @@ class PoolSequence:
 
     def copied_tail(self) -> TailCopy | None:
         """Return a copy of its exact rows; None: it has none."""
-        if self.pool.tails is None or self.tail is None or not self.length:
+        if self.pool.tails is None or self.tail is None:
             return None
         return self.pool.tails.copied(self.tail, self.length)
 

@@ -142,15 +142,28 @@ class PrefixSearch:
                     return True
                 text = as_text(prefix.ids, salt)
                 self._main.prefix.keep(hashes[-1], Checkpoint(text, len(text), states=states))
+            if hashes and hashes[-1] not in self._main.prefix.checkpoints:
+                self._keep_tail(prefix, salt)
             return False
 
-    def read_into(self, sequence: PoolSequence, prompt: Sequence[int]) -> None:
-        """Have a single pool's sequence read a prefix from disk, if that is longer than what it has."""
+    def _keep_tail(self, prefix: StoredPrefix, salt: bytes) -> None:
+        """Keep a checkpoint with the exact tail of a prefix, if that is on disk."""
+        assert self.disk is not None
+        tail = self.disk.tail(prefix.page_hashes[-1], len(prefix.ids))
+        if tail is not None:
+            text = as_text(prefix.ids, salt)
+            self._main.prefix.keep(prefix.page_hashes[-1], Checkpoint(text, len(text), tail=tail))
+
+    def read_into(self, sequence: PoolSequence, prompt: Sequence[int]) -> bool:
+        """Have a single pool's sequence read a prefix from disk, if that is longer than what it has.
+
+        Returns whether it was.
+        """
         if self.disk is None:
-            return
+            return False
         prefix = self._stored(prompt, sequence.salt, whole_pages=False)
         if len(prefix.ids) <= sequence.length:
-            return
+            return False
         sequence.trim(sequence.length)
         lost = {layer: prefix.first[group] * PAGE_SIZE for group in self._groups for layer in group.layers}
         tables = dict(zip(self._groups, sequence.tables, strict=True))
@@ -164,6 +177,9 @@ class PrefixSearch:
             mx.eval([layer.arrays for group in self._groups for layer in group.layers])
             if self._states:
                 sequence.will_have(len(prefix.ids), self.disk.states(prefix.page_hashes[-1]))
+        if sequence.length and sequence.length == len(prefix.ids):
+            sequence.take_tail(self.disk.tail(prefix.page_hashes[-1], sequence.length))
+        return True
 
     def _stored(self, prompt: Sequence[int], salt: bytes, whole_pages: bool) -> StoredPrefix:
         """Return the longest prefix whose pages are in the pool or on disk."""

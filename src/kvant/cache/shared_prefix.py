@@ -48,8 +48,10 @@ class SharedPrefix:
         last = self._page_hashes[-1]
         text = as_text(self._ids, salt)
         for group in pool.groups:
-            has_states = bool(pool.states) and group is pool.main
-            if group.window is None and not has_states:
+            is_main = group is pool.main
+            has_states = bool(pool.states) and is_main
+            has_tail = pool.tails is not None and is_main and not pool.divided
+            if group.window is None and not has_states and not has_tail:
                 continue
             seen = group.seen(self._whole_pages, len(self._ids) % PAGE_SIZE)
             pages = frozenset() if group.window is None else frozenset([*seen, last])
@@ -58,8 +60,9 @@ class SharedPrefix:
             elif all(digest in group.prefix for digest in (*pages, last)):
                 states = copy_states(self._sequence.states) if has_states else None
                 mx.eval(states)
+                tail = self._sequence.copied_tail() if has_tail else None
                 prompt = len(as_text(self._ids[:asked], salt))
-                group.prefix.keep(last, Checkpoint(text, prompt, is_head, states, pages))
+                group.prefix.keep(last, Checkpoint(text, prompt, is_head, states, pages, tail))
 
     def write(self, disk: PoolDisk, *, mid_prompt: bool) -> None:
         """Write the pages that a text sees which goes on here, and the states after all tokens.
@@ -76,6 +79,15 @@ class SharedPrefix:
                 rows = min(PAGE_SIZE, len(self._ids) - number * PAGE_SIZE)
                 disk.put_page(group, hashes[number], table.pages[number - table.start // PAGE_SIZE], rows)
         if not mid_prompt:
-            if self._sequence.pool.states and self.is_all:
-                disk.put_states(hashes[-1], self._sequence.states)
+            if self.is_all:
+                self._write_end(disk)
             disk.used(hashes)
+
+    def _write_end(self, disk: PoolDisk) -> None:
+        """Write the states after all tokens, and the exact tail."""
+        sequence = self._sequence
+        if sequence.pool.states:
+            disk.put_states(self._page_hashes[-1], sequence.states)
+        tail = sequence.copied_tail() if len(self._ids) % PAGE_SIZE == 0 else None
+        if tail is not None:  # texts are joined there from the disk
+            disk.put_tail(self._page_hashes[-1], tail)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import mlx.core as mx
 
 from kvant.atomic import atomic_file
+from kvant.cache.exact_tail import TailCopy, check_tail
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import (
     LayerFormat,
@@ -57,6 +58,8 @@ class SnapshotHeader:
     # of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's
     layout: str
     metadata: Mapping[str, str]  # the caller's
+    # of an exact tail: how many of the first tokens it has, and the position of the first of the others
+    tail: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, sequence: PoolSequence, metadata: Mapping[str, str]) -> "SnapshotHeader":
@@ -70,8 +73,18 @@ class SnapshotHeader:
             for layer in sequence.saved_layers
         ]
         length, written = sequence.length, sequence.written
+        span = sequence.tail
+        tail = None if span is None else (min(span.sinks, length), min(span.start, length))
         return cls(
-            pool.identity, rope, sequence.max_tokens, length, written, tuple(layers), pool.layout, metadata
+            pool.identity,
+            rope,
+            sequence.max_tokens,
+            length,
+            written,
+            tuple(layers),
+            pool.layout,
+            metadata,
+            tail,
         )
 
     @classmethod
@@ -91,7 +104,7 @@ class SnapshotHeader:
         text, raw = (_json_object(name, metadata[name]) for name in ("metadata", "cache"))
         if not all(isinstance(value, str) for value in text.values()):
             raise ValueError("metadata is not an object of strings")
-        if raw.keys() != FIELDS:
+        if raw.keys() - {"tail"} != FIELDS:  # only caches with exact tails have one
             raise ValueError("it has other fields than " + ", ".join(sorted(FIELDS)))
         if not isinstance(raw["layers"], list) or not 0 < len(raw["layers"]) <= MAX_LAYERS:
             raise ValueError("layers is no list of formats")
@@ -125,7 +138,13 @@ class SnapshotHeader:
                 raise ValueError(
                     f"lengths has {length} where written has {written}, with a window of {layer.window}"
                 )
-        return cls(identity, rope, reservation, length, written, layers, raw["layout"], text)
+        tail = None
+        if any(layer.tail_dtype for layer in layers):
+            sinks, start = check_tail(check_numbers("tail", raw.get("tail"), 0, MAX_LENGTH), length)
+            tail = sinks, start
+        elif "tail" in raw:
+            raise ValueError("it has a tail, and none of its layers has one")
+        return cls(identity, rope, reservation, length, written, layers, raw["layout"], text, tail)
 
     def as_metadata(self) -> dict[str, str]:
         """The text that a safetensors file has for it."""
@@ -144,6 +163,8 @@ class SnapshotHeader:
             "layers": [layer.as_json() for layer in self.layers],
             "layout": self.layout,
         }
+        if self.tail is not None:
+            facts["tail"] = list(self.tail)
         return {
             "format": FORMAT,
             "version": str(VERSION),
@@ -165,7 +186,15 @@ class SnapshotHeader:
             if layer.has_tokens:
                 arrays = layer.arrays(layer.rows(self.length, self.written))
                 found |= {f"layers.{number}.sequences.0.{name}": stored for name, stored in arrays.items()}
+                found |= {f"layers.{number}.sequences.0.tail": stored for stored in self.tail_of(layer)}
         return found | {"sha256": DIGEST}
+
+    def tail_of(self, layer: LayerFormat) -> list[Stored]:
+        """What there is of a layer's exact tail: one array, or none."""
+        if self.tail is None:
+            return []
+        sinks, start = self.tail
+        return layer.tail(sinks + self.length - start)
 
     def check_fits(self, own: "SnapshotHeader") -> None:
         """Refuse it for a cache that would write ``own``. What one of them does not know is not compared."""
@@ -254,6 +283,7 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, file: BinaryIO, whole:
     layers = list(zip(header.layers, sequence.saved_layers, strict=True))
     lost = {own: given.first(length, written) for given, own in layers if isinstance(own, PoolLayer)}
     states = []
+    tails: list[mx.array] = []
     with sequence.filling(lost, ids):
         for number, (given, own) in enumerate(layers):
             if not isinstance(own, PoolLayer):
@@ -264,20 +294,28 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, file: BinaryIO, whole:
                     raise ValueError(f"of another model: {name} of layer {number} has other numbers")
             arrays = given.arrays(given.rows(length, written))
             sequence.put(own, [take(stored) for stored in arrays.values()], length)
+            rows = [take(stored) for stored in header.tail_of(given)]
+            tails += rows if own.exact_arrays else []
         for state, found in zip(sequence.pool.states, states, strict=True):
             state.check(found)
         sequence.will_have(length, states)
         if file.read(DIGEST_BYTES + 1) != whole.digest():
             raise ValueError("altered: its SHA-256 is another")
+    if header.tail is not None:
+        sequence.take_tail(TailCopy(*header.tail, length, tails))
 
 
 def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes | memoryview]:
     """The bytes of every tensor between the digests, in order."""
     yield array_bytes(mx.array(sequence.ids, mx.uint32))
+    tail = sequence.copied_tail()
+    exact = iter([] if tail is None else tail.rows)
     for own, layer in zip(header.layers, sequence.saved_layers, strict=True):
         if isinstance(layer, PoolLayer):
             yield from map(array_bytes, layer.tables().values())
             yield from map(array_bytes, sequence.copied_rows(layer, own.first(header.length, header.written)))
+            if layer.exact_arrays:
+                yield array_bytes(next(exact))
         else:
             yield from (array_bytes(array) for array in layer if array is not None)
 

@@ -64,7 +64,11 @@ class PromptPrefix:
     def open_sequence(self, max_tokens: int) -> PoolSequence:
         """Open the sequence that the prompt is fed to, with the beginning that others have fed."""
         return self._pool.sequence(
-            max_tokens, self.shareable_ids, salt=self._salt, whole_pages=self._whole_pages
+            max_tokens,
+            self.shareable_ids,
+            salt=self._salt,
+            whole_pages=self._whole_pages,
+            is_exact=self._whole_pages,
         )
 
     def note_shared(self, sequence: PoolSequence) -> None:

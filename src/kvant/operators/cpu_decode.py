@@ -99,7 +99,8 @@ def attend_long(
     sink = mx.array([]) if sinks is None else sinks.astype(mx.float32).reshape(K, H // K, 1)
     mx.eval(queries, terms, bias, sink, tail, list(arrays))  # NumPy reads their memory below
     stored = [stored_keys_and_values(arrays, D, quant_bit, value_bit)]
-    stored += [stored_keys_and_values(tail, D, 0, 0)] * (len(places) - 1)
+    if tail:
+        stored += [stored_keys_and_values(tail, D, 0, 0)] * 2
     parts: list[list[Floats]] = [[] for _ in range(S)]
     for tokens, (keys, values), own_terms in zip(places, stored, terms, strict=True):
         if all(start >= stop for start, stop in tokens.seen):

@@ -78,7 +78,9 @@ def multi_head_cache_attention(
     options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
     exact = ExactTail(rows.exact, exact_arrays, waiting.exact) if rows.exact and exact_arrays else None
     if pages is not None:
-        return attend_pages(query, arrays, pages, **form, **options, backend=backend, exact=exact), waiting
+        if exact is not None:
+            options["exact"] = exact
+        return attend_pages(query, arrays, pages, **form, **options, backend=backend), waiting
     own = attend_rows(query, arrays, rows, **bits, mask=mask, waiting=waiting.stored, **options, exact=exact)
     return own, waiting
 
