@@ -51,8 +51,8 @@ def measured() -> list[str]:
 
 
 def kvant_cache(model: nn.Module, bits: int) -> list[Any]:
-    """kvant's cache for the tokens of a run, not one more."""
-    return kvant.make_prompt_cache(model, TOKENS, kv_bits=bits, kv_group_size=GROUP)
+    """kvant's cache for the tokens of a run, not one more, which are read as they are quantized."""
+    return kvant.make_prompt_cache(model, TOKENS, kv_bits=bits, kv_group_size=GROUP, kv_tail=False)
 
 
 def run(

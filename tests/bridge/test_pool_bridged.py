@@ -141,7 +141,7 @@ def test_values_with_bits_of_their_own_in_company(name: str) -> None:
         sequences=4,
         max_seq_len=512,
         prefill_step_size=64,
-        options=CacheOptions.from_keywords(kv_format=tuned),
+        options=CacheOptions.from_keywords(kv_format=tuned, kv_tail=False),
     )
     apart = [own.kv_bits != own.value_bits for own in (layer.format for layer in pool.layers)]
     assert apart == [own.value_head_dim > 0 for own in layers]
@@ -150,7 +150,7 @@ def test_values_with_bits_of_their_own_in_company(name: str) -> None:
     for logits, prompt, (text, expected) in zip(given, PROMPTS, references, strict=True):
         alone, four = (
             _alone(name, model, prompt, text, model.make_cache(200, **own))[1]
-            for own in ({"kv_format": tuned}, {"kv_bits": 4})
+            for own in ({"kv_format": tuned, "kv_tail": False}, {"kv_bits": 4, "kv_tail": False})
         )
         assert table.median(table.errors(logits, alone)) < AGREE
         assert table.worst(table.errors(logits, alone)) < QUANTIZED_AGREE
@@ -261,7 +261,7 @@ def test_bytes_are_those_of_rows_and_of_the_states_that_fit(name: str, bits: int
     model = bridged(name)
     pool = _pool(model, bits)
     opened = [_opened(model, pool, PROMPTS[2])[0] for _ in range(4)]
-    rows = sum(array.nbytes for layer in pool.layers for array in layer.arrays)
+    rows = sum(array.nbytes for layer in pool.layers for array in (*layer.arrays, *layer.exact_arrays))
     states = sum(a.nbytes for one in opened for state in one.states for a in state if a is not None)
     assert pool.nbytes == rows + states
     with pytest.raises(ContextError, match="the pool is for 4 sequences"):

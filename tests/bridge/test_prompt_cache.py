@@ -47,7 +47,9 @@ def test_values_have_bits_of_their_own() -> None:
     """
     tuned = KVFormat("", (LayerChoice(8, 16, value_bits=4), LayerChoice(4, 16, value_bits=8)))
     for layer, own in zip(
-        kvant.make_prompt_cache(build("qwen3")[0], 44, kv_format=tuned), tuned.layers, strict=True
+        kvant.make_prompt_cache(build("qwen3")[0], 44, kv_format=tuned, kv_tail=False),
+        tuned.layers,
+        strict=True,
     ):
         shape, fetched = layer.layer.format, []
         given = mx.random.normal((2, 1, shape.num_kv_heads, 21, shape.head_dim), key=mx.random.key(0))
@@ -65,7 +67,7 @@ def test_mlx_lms_loop_gives_mlx_lms_tokens(name: str) -> None:
     expected, logprobs = _tokens(model, None)
     wrong = {}
     for bits in (0, 8, 4):
-        cache = kvant.make_prompt_cache(model, 44, kv_bits=bits, kv_group_size=16)
+        cache = kvant.make_prompt_cache(model, 44, kv_bits=bits, kv_group_size=16, kv_tail=False)
         assert len(cache) == len(mlx_lm_cache.make_prompt_cache(model))
         reserved = [layer.nbytes for layer in layers_of(cache)]
         given, given_logprobs = _tokens(model, cache)

@@ -14,16 +14,19 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.cache.deferred_writes import DeferredWrites
+from kvant.cache.exact_tail import KeptTails
 from kvant.cache.layer_group import LayerGroup, PoolLayer
 from kvant.cache.pool_batch import PoolBatch
 from kvant.operators.attention import attend_as_mlx, attend_tokens
+from kvant.operators.exact_attention import with_exact_rows
+from kvant.operators.exact_rows import ExactTail
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
-from kvant.operators.paged_attention import attend_rows
+from kvant.operators.paged_attention import NewTokens, append, attend_rows
 from kvant.operators.paged_kernel import StepPages, attend_pages
-from kvant.operators.paged_rows import PagedRows, read_rows, write_rows
+from kvant.operators.paged_rows import PagedRows, read_rows
 from kvant.operators.row_runs import cut_runs
-from kvant.operators.stored_tokens import fitted_tokens, float_tokens
+from kvant.operators.stored_tokens import float_tokens
 
 UNKNOWN = -1  # in place of a window
 Mask = mx.array | str | None
@@ -106,9 +109,12 @@ class StepRows:
         if self.new_tokens > 1:
             return None
         # Some models show a window of what a layer without one keeps.
-        counted = zip(self.rows.runs, self.counts, strict=True)
+        hidden = [max(0, count - window) for count in self.counts]
+        counted = zip(self.rows.runs, hidden, self.counts, strict=True)
         return replace(
-            self.rows, runs=[cut_runs(own, max(0, count - window), count) for own, count in counted]
+            self.rows,
+            runs=[cut_runs(own, first, count) for own, first, count in counted],
+            first=[first + more for first, more in zip(self.rows.first, hidden, strict=True)],
         )
 
     def seen_pages(self, mask: Mask) -> StepPages | None:
@@ -159,11 +165,19 @@ class BridgedLayer:
     (:mod:`kvant.bridge.hook`).
     """
 
-    def __init__(self, deferred: DeferredWrites, group: LayerGroup, layer: PoolLayer, step: StepRows) -> None:
-        """``deferred``: the batch's, which holds the layer."""
+    def __init__(
+        self,
+        deferred: DeferredWrites,
+        group: LayerGroup,
+        layer: PoolLayer,
+        step: StepRows,
+        kept: KeptTails | None = None,
+    ) -> None:
+        """``deferred``, ``kept``: the batch's, which holds the layer."""
         # Whether all of the model's attention to what it fetched was computed here, for each sequence alone.
         self.attends: bool | None = None
         self._deferred, self.group, self.layer = deferred, group, layer
+        self._kept = kept
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
@@ -172,6 +186,8 @@ class BridgedLayer:
         self._fetched: tuple[mx.array, mx.array] | None = None
         # those fetched, as they are stored, where that is otherwise
         self._stored_keys: mx.array | None = None
+        self._waiting = NewTokens()
+        self._exact: ExactTail | None = None
 
     @property
     def start_position(self) -> int:
@@ -203,7 +219,8 @@ class BridgedLayer:
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
         transform = self.layer.transform
-        stored_keys, fetched_values = self._read(keys.dtype, self._append(transform.keys(keys), values, rows))
+        self._append(transform.keys(keys), values, rows)
+        stored_keys, fetched_values = self._read(keys.dtype)
         fetched_keys = transform.restored(stored_keys)
         if transform.name:
             self._stored_keys = stored_keys
@@ -267,12 +284,20 @@ class BridgedLayer:
                 return output
         factor = scale * math.sqrt(query.shape[3])  # kvant's attention multiplies the scores by 1/sqrt(D)
         scaled = query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
-        if not self.step.is_single:
+        if not self.step.is_single or self._exact is not None:
             rows = self.step.seen(mask)
             self.attends = rows is not None and self.attends is not False
             if rows is None:
                 return None
-            return attend_rows(scaled, self.layer.arrays, rows, **own.bit_operands, sinks=sinks)
+            return attend_rows(
+                scaled,
+                self.layer.arrays,
+                rows,
+                **own.bit_operands,
+                sinks=sinks,
+                waiting=self._waiting.stored,
+                exact=self._exact,
+            )
         if mx.default_device().type != mx.cpu:
             return attend_as_mlx(query, key, value, scale=scale, mask=mask, sinks=sinks)
         causal = isinstance(mask, str)
@@ -304,29 +329,37 @@ class BridgedLayer:
                 "a model sets the values of its cache; kvant's takes them by update_and_fetch"
             )
 
-    def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> list[mx.array]:
-        """Write new tokens. Returns them as they are stored, where they wait."""
-        own, arrays, B = self.layer.format, self.layer.arrays, len(rows.runs)
-        form = own.operands
-        if rows.new is None:
-            waiting = fitted_tokens(keys, values, arrays, **form, unbatched=True)
-            self._deferred.add(self.group, self.layer, waiting)
-            return waiting
-        backend = None if rows.pages is None else self.layer.backend
-        write_rows(keys[:B], values[:B], arrays, rows.new, **form, backend=backend)
-        return []
+    def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> None:
+        """Write new tokens, or note them where they wait."""
+        layer = self.layer
+        backend = None if rows.pages is None else layer.backend
+        waiting = append(
+            keys, values, layer.arrays, rows, layer.exact_arrays, **layer.operands, backend=backend
+        )
+        self._waiting = waiting
+        if waiting.stored:
+            self._deferred.add(self.group, layer, waiting.stored)
+        if waiting.exact and self._kept is not None:
+            self._kept.add(layer, waiting.exact)
+        if rows.exact is not None and layer.exact_arrays:
+            self._exact = ExactTail(rows.exact, layer.exact_arrays, waiting.exact)
 
-    def _read(self, dtype: mx.Dtype, waiting: list[mx.array]) -> tuple[mx.array, mx.array]:
+    def _read(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """Return what was appended and what is seen before it, for a model that attends by itself."""
         step, arrays, own = self.step, self.layer.arrays, self.layer.format
         form: dict[str, Any] = own.bit_operands | {"dtype": dtype, "key_dim": own.head_dim}
         if step.is_single:
             copy = own.kv_bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
-            return read_rows(arrays, step.rows.runs[0], waiting, **form, copy=copy)
-        taken = [mx.take(array, step.padded_rows, axis=2) for array in arrays]
-        R = len(step.lengths)
-        # (2, K, R * T, last) -> (R, 2, K, T, last)
-        stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
-        return float_tokens(stored, **form)
+            fetched = read_rows(arrays, step.rows.runs[0], self._waiting.stored, **form, copy=copy)
+        else:
+            taken = [mx.take(array, step.padded_rows, axis=2) for array in arrays]
+            R = len(step.lengths)
+            # (2, K, R * T, last) -> (R, 2, K, T, last)
+            stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
+            fetched = float_tokens(stored, **form)
+        if self._exact is None:
+            return fetched
+        return with_exact_rows(*fetched, self._exact, step.new_tokens)
 
     def _attend_fused(
         self, query: mx.array, tokens: int, mask: Mask, backend: Backend, **options: Any
@@ -334,6 +367,8 @@ class BridgedLayer:
         """Attention by the kernel; None: it does not take the step, or not with this mask."""
         pages = self.step.seen_pages(mask)
         if pages is None:
+            if self._exact is not None:  # the kernel takes no mask beside a tail
+                return None
             if self.step.rows.pages is None or not self.step.is_single or isinstance(mask, str):
                 return None
             pages = replace(self.step.rows.pages, window=None)
@@ -345,4 +380,6 @@ class BridgedLayer:
             options |= {"mask": mask, "is_causal": False}
         own = self.layer.format
         options |= own.operands
+        if self._exact is not None:
+            options["exact"] = self._exact
         return attend_pages(query, self.layer.arrays, pages, **options, backend=backend)

@@ -101,15 +101,16 @@ class BridgedBatch(PoolBatch):
     @property
     def state(self) -> list[mx.array]:
         """Every array that the step changes: computed, the step is, whether its logits are or not."""
-        rows = [array for layer in self.pool.layers for array in layer.arrays]
+        rows = [array for layer in self.pool.layers for array in (*layer.arrays, *layer.exact_arrays)]
         states = [array for state in self._states for array in state.cache if array is not None]
-        return [*rows, *self.deferred.arrays, *states]
+        return [*rows, *self.deferred.arrays, *self.kept.arrays, *states]
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
         steps = {group: StepRows.of(self, group, inputs.shape[1]) for group in self.pool.groups}
         self.views = [
-            BridgedLayer(self.deferred, group, layer, steps[group]) for group, layer in self.pool.places
+            BridgedLayer(self.deferred, group, layer, steps[group], self.kept)
+            for group, layer in self.pool.places
         ]
         self._states = [
             self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)
@@ -354,6 +355,7 @@ def formats_of(
                     window=leaf.chunk or leaf.window,
                     max_seq_len=max_seq_len,
                     value_bits=choice.value_bits,
+                    has_tail=number not in absent and _attends_to_rows(leaf) and options.has_tail(choice),
                     kind="quantized" if leaf.chunk is None else "chunks",
                     shared=leaf.shared,
                     transform_name="" if number in absent else choice.name,
@@ -375,6 +377,14 @@ def _choices(found: Sequence[Entry], options: CacheOptions) -> list[LayerChoice]
         )
         for number, leaf in enumerate(leaves_of(found, Attention))
     ]
+
+
+def _attends_to_rows(leaf: Attention) -> bool:
+    """Return whether attention to a layer can read exact rows in place of some of its quantized ones.
+
+    A model that attends in its own way is given one array for all queries, and its own masks.
+    """
+    return leaf.query_heads > 0 and not leaf.value_is_key and leaf.value_dim > 0 and leaf.chunk is None
 
 
 def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:

@@ -19,6 +19,7 @@ from kvant.operators.row_runs import Run, put_rows, stored_rows
 
 if TYPE_CHECKING:
     from kvant.cache.layer_group import PoolLayer
+    from kvant.cache.pool_sequence import PoolSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,11 @@ class ExactTails:
         if self._logs:
             self._events.append((span.page, kept.length, num_tokens))
         end = kept.length + num_tokens
+        start = max(span.start, end - RING)
+        first, _ = kept.ranges[-1]
+        if first > max(kept.length, SINKS):  # those before it were not kept
+            start = max(start, min(first, end))
+        span.start = max(SINKS, end)  # until all is written, if that is interrupted
         before = 0
         for first, last in kept.ranges:
             if (stop := min(last, end)) > first:
@@ -162,10 +168,7 @@ class ExactTails:
                 for layer, tokens in kept.layers:
                     put_rows(layer.exact_arrays[0], tokens[:, :, before : before + stop - first], rows)
             before += last - first
-        span.will_write(end)
-        first, _ = kept.ranges[-1]
-        if first > max(kept.length, SINKS):  # those before it were not kept
-            span.start = max(span.start, min(first, end))
+        span.start = start
 
     def take_events(self) -> list[tuple[int, ...]]:
         """Return what was done since the last call, if that is noted: copies of a page to a page, and for a
@@ -180,33 +183,36 @@ class KeptTails:
     """The exact new tokens of a step's sequences that wait until it is committed; mostly none."""
 
     def __init__(self) -> None:
-        self._sequences: list[KeptTokens] = []
+        self._tokens: list[tuple[PoolSequence, KeptTokens]] = []
 
     @property
     def arrays(self) -> list[mx.array]:
         """All of them."""
-        return [array for own in self._sequences for array in own.arrays]
+        return [array for _, own in self._tokens for array in own.arrays]
 
-    def place(
-        self, spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool
-    ) -> ExactRows:
-        """Begin a step; as :func:`place_exact`."""
-        waits = new_tokens > SLACK + 1
-        self._sequences = [KeptTokens(length, new_tokens) for length in lengths] if waits else []
+    def place(self, sequences: Sequence["PoolSequence"], new_tokens: int, *, fused: bool) -> ExactRows | None:
+        """Begin a step; as :func:`place_exact`. None: the sequences have no exact tails."""
+        self.write()
+        spans = [sequence.tail for sequence in sequences if sequence.tail is not None]
+        if not spans:
+            return None
+        lengths = [sequence.length for sequence in sequences]
+        if new_tokens > SLACK + 1:
+            self._tokens = [(own, KeptTokens(own.length, new_tokens)) for own in sequences]
         return place_exact(spans, lengths, new_tokens, fused=fused)
 
     def add(self, layer: "PoolLayer", tokens: Sequence[mx.array]) -> list[mx.array]:
         """Keep what is needed of a layer's new tokens, (2, K, S, D) of each sequence, and return it."""
-        return [own.add(layer, new) for own, new in zip(self._sequences, tokens, strict=True)]
+        return [own.add(layer, new) for (_, own), new in zip(self._tokens, tokens, strict=True)]
 
-    def write(self, tails: ExactTails, span: ExactSpan, sequence: int, num_tokens: int) -> None:
-        """Write what was kept of the first tokens of a step, which are about to be committed."""
-        if self._sequences:
-            tails.write(span, self._sequences[sequence], num_tokens)
-
-    def drop(self) -> None:
-        """Drop all of them."""
-        self._sequences = []
+    def write(self) -> None:
+        """Write those of the tokens that were committed, and drop the others."""
+        for sequence, kept in self._tokens:
+            tails = sequence.pool.tails
+            committed = sequence.length - kept.length
+            if committed > 0 and tails is not None and sequence.tail is not None and not sequence.released:
+                tails.write(sequence.tail, kept, committed)
+        self._tokens = []  # last: what an interruption left is written by the next call
 
 
 def place_exact(

@@ -64,7 +64,7 @@ class KVCache(PoolLayerView, CachePart):
     @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        return [NotSaved(), *self.layer.arrays]
+        return [NotSaved(), *self.layer.arrays, *self.layer.exact_arrays]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same layer of a copy of the cache."""
@@ -179,7 +179,8 @@ class ModelCache(Sequence[Any]):
     @property
     def arrays(self) -> list[mx.array]:
         """Every array of its layers."""
-        return [*(array for layer in self.pool.layers for array in layer.arrays), *self.states]
+        layers = self.pool.layers
+        return [*(array for own in layers for array in (*own.arrays, *own.exact_arrays)), *self.states]
 
     def use_disk(self, disk: DiskCache) -> None:
         """Read beginnings of prompts from a disk cache, and write them there; see :meth:`Pool.use_disk`."""
@@ -290,3 +291,4 @@ class ModelCache(Sequence[Any]):
         self.sequence.check_open()
         with self.pool.handing_out():
             self.batch.deferred.write()
+            self.batch.kept.write()

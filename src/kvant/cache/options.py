@@ -146,6 +146,13 @@ class CacheOptions:
         rotates = self.rotates and can_rotate and self.kv_bits == FITTED_BITS
         return LayerChoice(self.kv_bits, self.group_size, rotates)
 
+    @property
+    def any_tail(self) -> bool:
+        """Whether layers may have an exact tail."""
+        if self.tail is None:
+            return self.rotates and self.kv_bits == FITTED_BITS
+        return self.tail
+
     def has_tail(self, choice: LayerChoice) -> bool:
         """Return whether a layer that stores its tokens so has an exact tail."""
         if not choice.kv_bits:

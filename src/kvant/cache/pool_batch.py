@@ -12,7 +12,6 @@ from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.operators.cpu_paged_attention import computes_at_once
-from kvant.operators.exact_rows import ExactRows
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS
 from kvant.operators.key_transform import KeyTransform
 from kvant.operators.paged_attention import multi_head_cache_attention
@@ -136,7 +135,8 @@ class PoolBatch:
             every = self.lengths
             lengths = every[: len(self.sequences)]
             placed = {}
-            exact = self._place_exact(S)
+            is_fused = any(group.is_fused for group in self.pool.groups)
+            exact = self.kept.place(self.sequences, S, fused=is_fused)
             for number, group in enumerate(self.pool.groups):
                 tables = [sequence.tables[number] for sequence in self.sequences]
                 rows = self.deferred.place(group, tables[0], S)
@@ -184,29 +184,17 @@ class PoolBatch:
             if any(len(own) != number for own, number in zip(new, each, strict=True)):
                 raise ValueError(f"ids has {[len(own) for own in given]} tokens; expected {list(each)}")
             for b, sequence in live:
-                if self.pool.tails is not None and sequence.tail is not None:
-                    self.kept.write(self.pool.tails, sequence.tail, b, each[b])
                 sequence.commit(new[b])
             self.end_step()
 
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         self.deferred.write()
-        self.kept.drop()
+        self.kept.write()
         self.step = None
         self.embeddings = None
         self._next_embeddings = None
         self._placed = {}
-
-    def _place_exact(self, new_tokens: int) -> ExactRows | None:
-        """Return where the exact rows of a step are, if the pool has exact tails."""
-        self.kept.drop()
-        spans = [sequence.tail for sequence in self.sequences if sequence.tail is not None]
-        if not spans:
-            return None
-        lengths = [sequence.length for sequence in self.sequences]
-        is_fused = any(group.is_fused for group in self.pool.groups)
-        return self.kept.place(spans, lengths, new_tokens, fused=is_fused)
 
     def placed(self, group: LayerGroup) -> PagedRows:
         """Where the step's tokens are, in some of the layers."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvant.cache.checkpoints import Checkpoint
-from kvant.cache.layer_format import State
+from kvant.cache.layer_format import Arrays, State
 from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_disk import PageGoneError, PoolDisk
@@ -140,19 +140,19 @@ class PrefixSearch:
                     states = self.disk.states(hashes[-1])
                 except PageGoneError:
                     return True
-                text = as_text(prefix.ids, salt)
-                self._main.prefix.keep(hashes[-1], Checkpoint(text, len(text), states=states))
-            if hashes and hashes[-1] not in self._main.prefix.checkpoints:
-                self._keep_tail(prefix, salt)
+                self._keep(prefix, salt, states)
+            elif hashes and hashes[-1] not in self._main.prefix.checkpoints:
+                self._keep(prefix, salt, None)
             return False
 
-    def _keep_tail(self, prefix: StoredPrefix, salt: bytes) -> None:
-        """Keep a checkpoint with the exact tail of a prefix, if that is on disk."""
+    def _keep(self, prefix: StoredPrefix, salt: bytes, states: list[Arrays] | None) -> None:
+        """Keep a checkpoint with the states after a prefix, and with the exact tail if that is on disk."""
         assert self.disk is not None
         tail = self.disk.tail(prefix.page_hashes[-1], len(prefix.ids))
-        if tail is not None:
+        if states is not None or tail is not None:
             text = as_text(prefix.ids, salt)
-            self._main.prefix.keep(prefix.page_hashes[-1], Checkpoint(text, len(text), tail=tail))
+            made = Checkpoint(text, len(text), states=states, tail=tail)
+            self._main.prefix.keep(prefix.page_hashes[-1], made)
 
     def read_into(self, sequence: PoolSequence, prompt: Sequence[int]) -> bool:
         """Have a single pool's sequence read a prefix from disk, if that is longer than what it has.

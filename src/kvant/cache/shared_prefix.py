@@ -88,6 +88,8 @@ class SharedPrefix:
         sequence = self._sequence
         if sequence.pool.states:
             disk.put_states(self._page_hashes[-1], sequence.states)
-        tail = sequence.copied_tail() if len(self._ids) % PAGE_SIZE == 0 else None
-        if tail is not None:  # texts are joined there from the disk
+        # Texts are joined there from the disk: where there are states, or a page ends.
+        is_joined = bool(sequence.pool.states) or len(self._ids) % PAGE_SIZE == 0
+        tail = sequence.copied_tail() if is_joined else None
+        if tail is not None:
             disk.put_tail(self._page_hashes[-1], tail)

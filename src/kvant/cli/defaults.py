@@ -90,6 +90,8 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
         return None if values.get("kv_bits") == FITTED_BITS else "kv_bits"
     if name == "kv_format":
         return next((other for other in ("kv_bits", "kv_group_size") if values.get(other) is not None), None)
+    if name == "kv_tail":
+        return "kv_bits" if values["kv_tail"] and values["kv_bits"] == 0 else None
     if name == "kv_group_size":
         return "kv_bits" if values["kv_bits"] == 0 else None
     if name == "num_draft_tokens":

@@ -27,6 +27,7 @@ from kvant.tools.plan import (
 )
 
 CHECKPOINTS, TURNS = 2, 6  # for each of several sequences; for a conversation
+TURNS_OF_TAILS = 2  # for a conversation that without them would read a tail's tokens again
 Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.tools.plan.plan`
 
 
@@ -172,12 +173,13 @@ def with_checkpoints(
     """The format of a run's caches; without --checkpoints a pool has some, and a conversation (``talks``)."""
     is_divided = talks and guard() is not None
     if run.checkpoints is None:
-        wanted = 0 if is_divided else TURNS if talks else CHECKPOINTS * (sequences or 0)
-        return replace(run.cache, checkpoints=wanted if wanted and checkpoint.moves_on else 0)
-    if run.checkpoints and not checkpoint.moves_on:
+        turns = TURNS if checkpoint.moves_on else TURNS_OF_TAILS
+        wanted = 0 if is_divided else turns if talks else CHECKPOINTS * (sequences or 0)
+        return replace(run.cache, checkpoints=wanted if checkpoint.moves_on or run.cache.any_tail else 0)
+    if run.checkpoints and not (checkpoint.moves_on or run.cache.any_tail):
         raise BadValueError(
-            f"--checkpoints is {run.checkpoints}; this model has no windows and no states: others go on from "
-            f"any place"
+            f"--checkpoints is {run.checkpoints}; this model has no windows and no states, and its cache no "
+            f"exact tail: others go on from any place"
         )
     if run.checkpoints and is_divided:
         raise BadValueError(

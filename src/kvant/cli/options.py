@@ -188,6 +188,14 @@ class RunOptions:
         ),
     ] = True
     kv_format: KvFormat = None
+    kv_tail: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-tail/--no-kv-tail",
+            help="Also store the first 4 and the last 108 tokens as they were computed, and read these; "
+            "default: at 4 bits.",
+        ),
+    ] = None
     max_kv_size: Annotated[
         str | None,
         typer.Option(
@@ -209,9 +217,9 @@ class RunOptions:
     checkpoints: Annotated[
         int | None,
         typer.Option(
-            help="Of a model with windows or states: ends of texts that others, or a retry, go on from, so "
-            "many at "
-            "once; default: 2 for each of several sequences, 6 of chat."
+            help="Of a model with windows or states, or a cache with an exact tail: ends of texts that "
+            "others, or a retry, go on from, so many at once; default: 2 for each of several sequences; of "
+            "chat 6, or 2 for a tail alone."
         ),
     ] = None
     prefill_step_size: PrefillStepSize = 512
@@ -296,6 +304,7 @@ class RunOptions:
             kernels=self.kernels,
             checkpoints=self.checkpoints or 0,
             kv_format=self.kv_format,
+            kv_tail=self.kv_tail,
         )
         object.__setattr__(self, "cache", options)
         check_draft(self.draft, self.draft_model, self.num_draft_tokens)

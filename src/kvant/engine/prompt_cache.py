@@ -23,6 +23,7 @@ def make_prompt_cache(
     kv_bits: int | None = None,
     kv_group_size: int | None = None,
     kv_format: KVFormat | str | Path | None = None,
+    kv_tail: bool | None = None,
 ) -> Any:
     """A prompt cache that is reserved now and never grows, of a model of :func:`kvant.load` or of mlx-lm's
     own.
@@ -36,12 +37,13 @@ def make_prompt_cache(
         kv_group_size: elements that share a scale; None: 32.
         kv_format: a format of each layer, or its file, that ``kvant report --tune`` wrote; None: all have the
             same. Of a model of mlx-lm's own nobody can tell whether it is for that one.
+        kv_tail: whether the first and the last tokens are stored exactly as well; None: at 4 bits.
 
     Raises:
         ContextError: more than this machine's memory; nothing was allocated.
         ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
     """
-    options = cache_options(max_kv_size, kv_bits, kv_group_size, kv_format)
+    options = cache_options(max_kv_size, kv_bits, kv_group_size, kv_format, kv_tail)
     if hasattr(model, "check_cache"):
         return model.reserve_cache(max_kv_size, options)
     from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm

@@ -147,8 +147,11 @@ def cache_options(
     kv_bits: int | None,
     kv_group_size: int | None,
     kv_format: KVFormat | str | Path | None = None,
+    kv_tail: bool | None = None,
 ) -> CacheOptions:
     """Check mlx-lm's keywords of a cache that is to be reserved, and return how it stores tokens."""
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
-    return CacheOptions.from_keywords(kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format)
+    return CacheOptions.from_keywords(
+        kv_bits=kv_bits, kv_group_size=kv_group_size, kv_format=kv_format, kv_tail=kv_tail
+    )

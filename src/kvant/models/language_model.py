@@ -50,12 +50,13 @@ class CacheMaker(Protocol):
         kernels: str | None = None,
         checkpoints: int = 0,
         kv_format: KVFormat | str | Path | None = None,
+        kv_tail: bool | None = None,
     ) -> ModelCache:
         """Reserve a cache for ``max_seq_len`` tokens of a sequence.
 
         Args:
             max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
-            kv_bits, kv_group_size, bias_split, kernels, checkpoints, kv_format: see
+            kv_bits, kv_group_size, bias_split, kernels, checkpoints, kv_format, kv_tail: see
                 :meth:`kvant.cache.CacheOptions.from_keywords`. The default is 8 bits in groups of 32; at 0
                 bits keys and values keep the compute dtype.
 
@@ -72,6 +73,7 @@ class CacheMaker(Protocol):
             kernels=kernels,
             checkpoints=checkpoints,
             kv_format=kv_format,
+            kv_tail=kv_tail,
         )
         return self.reserve_cache(max_seq_len, options)
 

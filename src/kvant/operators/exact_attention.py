@@ -157,9 +157,9 @@ def attend_each_exactly(
         start = exact.rows.starts[b]
         positions = [*range(exact.rows.sinks[b]), *range(start, end)]
         if first < last:
-            written = rows.counts[b]
             own = cut_runs(rows.runs[b], first - rows.first[b], last - rows.first[b])
-            late = [x[:, :, : max(0, last - rows.first[b] - written)] for x in waiting]
+            behind = rows.ends(b)  # position of the first token that waits
+            late = [x[:, :, max(0, first - behind) : max(0, last - behind)] for x in waiting]
             late = late if late and late[0].shape[2] else []
             # Without this dependency MLX reads the tokens of every sequence before it uses the first.
             readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
@@ -205,3 +205,30 @@ def _columns_seen(
             seen = seen & (column > position - window)
         rows.masks[key] = seen
     return rows.masks[key]
+
+
+def with_exact_rows(
+    keys: mx.array, values: mx.array, exact: ExactTail, new_tokens: int
+) -> tuple[mx.array, mx.array]:
+    """Return keys and values (R, K, T, D) with the exact rows that the first new token of a sequence reads.
+
+    A sequence's tokens are on the right. An approximation for the other new tokens, which read a few of these
+    as they are quantized: for models that attend to one array for all of them.
+    """
+    T, D = keys.shape[2:]
+    keys = copy.copy(keys)
+    values = copy.copy(values)
+    for b, tail in enumerate(exact.read(keys.dtype)):
+        rows = exact.rows
+        end = rows.ends[b]
+        tail_start = rows.tail_start(b, end - new_tokens)
+        own_keys, own_values = keys_and_values([tail], D)
+        for first, stop in ((0, min(rows.sinks[b], tail_start)), (tail_start, end)):
+            first = max(first, end - T)
+            if first >= stop:
+                continue
+            part = slice(rows.count_before(b, first), rows.count_before(b, stop))
+            columns = slice(T - end + first, T - end + stop)
+            keys[b : b + 1, :, columns] = own_keys[:, :, part]
+            values[b : b + 1, :, columns] = own_values[:, :, part]
+    return keys, values

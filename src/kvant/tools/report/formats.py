@@ -15,12 +15,18 @@ from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS
 
 _BITS = [str(bits) for bits in PACKINGS]
-NOTATION = f"0, or BITSgGROUP with {' or '.join(_BITS)} bits, such as 8g32, 4g64:nosplit or 4g32:pmx"
+NOTATION = (
+    f"0, or BITSgGROUP with {' or '.join(_BITS)} bits, such as 8g32, 4g64:nosplit, 4g32:pmx, 4g32:notail "
+    f"or 8g32:tail"
+)
 DEFAULT_BITS = (8, 4)
 DEFAULT_GROUPS = (32, 64)
 MANY = 2**24  # tokens; more than any window
 
-_PATTERN = re.compile(rf"(?P<bits>{'|'.join(_BITS)})g(?P<group>\d{{1,6}})(?P<whole>:nosplit)?(?P<pmx>:pmx)?")
+_PATTERN = re.compile(
+    rf"(?P<bits>{'|'.join(_BITS)})g(?P<group>\d{{1,6}})(?P<whole>:nosplit)?(?P<pmx>:pmx)?(?P<tail>:tail|:notail)?"
+)
+TAILS = {None: None, ":tail": True, ":notail": False}  # by the suffix: CacheOptions' ``tail``
 
 
 class Format(Protocol):
@@ -54,7 +60,8 @@ class CacheFormat(CacheOptions):
             return Path(self.kv_format.path).name or "tuned"
         whole = "" if self.bias_split else ":nosplit"
         pmx = "" if self.rotates else f":{PMX}"
-        return f"{self.kv_bits}g{self.kv_group_size}{whole}{pmx}" if self.kv_bits else "0"
+        tail = "" if self.tail is None else ":tail" if self.tail else ":notail"
+        return f"{self.kv_bits}g{self.kv_group_size}{whole}{pmx}{tail}" if self.kv_bits else "0"
 
     @property
     def flags(self) -> str:
@@ -65,7 +72,8 @@ class CacheFormat(CacheOptions):
             return "--kv-bits 0"
         whole = "" if self.bias_split else " --no-kv-bias-split"
         pmx = "" if self.rotates else f" --kv-format {PMX}"
-        return f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size}{whole}{pmx}"
+        tail = "" if self.tail is None else " --kv-tail" if self.tail else " --no-kv-tail"
+        return f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size}{whole}{pmx}{tail}"
 
     def make_cache(self, model: LanguageModel, max_seq_len: int) -> ModelCache:
         return model.reserve_cache(max_seq_len, self)
@@ -104,7 +112,8 @@ def parse_formats(text: str) -> list[CacheFormat]:
                 raise ValueError(
                     f"format {name} is PMX's without :{PMX}, too; expected {bits}g{match['group']}"
                 )
-            parsed = CacheFormat(bits, int(match["group"]), split, rotates=match["pmx"] is None)
+            rotates = match["pmx"] is None
+            parsed = CacheFormat(bits, int(match["group"]), split, rotates=rotates, tail=TAILS[match["tail"]])
         else:
             raise ValueError(f"format {name[:40]!r} is unknown; expected {NOTATION}")
         if parsed in found:
