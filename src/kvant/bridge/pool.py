@@ -264,7 +264,12 @@ def reserve(
         choice.transform(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
         for choice, own in zip(_choices(found, options), formats, strict=True)
     ]
-    further |= {"checkpoints": options.checkpoints, "kernels": options.kernels, "dtype": dtype}
+    further |= {
+        "has_tails": options.any_tail,
+        "checkpoints": options.checkpoints,
+        "kernels": options.kernels,
+        "dtype": dtype,
+    }
     return BridgedPool(found, formats, transforms, **sizes, **further, make_cache=make_cache)
 
 

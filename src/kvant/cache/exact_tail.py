@@ -93,6 +93,11 @@ class KeptTokens:
         return kept
 
 
+# What other ranks do as well: "copy" a page to a page, or "write" to a page, behind so many tokens, the first
+# of those that waited.
+TailEvent = tuple[str, int, int] | tuple[str, int, int, int]
+
+
 class ExactTails:
     """The pages of a pool's exact tails."""
 
@@ -106,7 +111,7 @@ class ExactTails:
         self.layers = tuple(layers)
         self._pages = Pages(sequences)
         self._logs = logs
-        self._events: list[tuple[int, ...]] = []
+        self._events: list[TailEvent] = []
 
     def open(self) -> ExactSpan:
         """Return the span of a new sequence without tokens."""
@@ -126,7 +131,7 @@ class ExactTails:
     def copy(self, page: int, to: int) -> None:
         """Copy a page to another, in all layers."""
         if self._logs:
-            self._events.append((page, to))
+            self._events.append(("copy", page, to))
         for layer in self.layers:
             (array,) = layer.exact_arrays
             rows = stored_rows(array, [(page * TAIL_ROWS, (page + 1) * TAIL_ROWS)])
@@ -154,7 +159,7 @@ class ExactTails:
     def write(self, span: ExactSpan, kept: KeptTokens, num_tokens: int) -> None:
         """Write what was kept of the first ``num_tokens`` tokens of a step, which are committed now."""
         if self._logs:
-            self._events.append((span.page, kept.length, num_tokens))
+            self._events.append(("write", span.page, kept.length, num_tokens))
         end = kept.length + num_tokens
         start = max(span.start, end - RING)
         first, _ = kept.ranges[-1]
@@ -170,10 +175,8 @@ class ExactTails:
             before += last - first
         span.start = start
 
-    def take_events(self) -> list[tuple[int, ...]]:
-        """Return what was done since the last call, if that is noted: copies of a page to a page, and for a
-        page how many tokens behind so many were written.
-        """
+    def take_events(self) -> list[TailEvent]:
+        """Return what was done to the pages since the last call, if that is noted."""
         events = self._events
         self._events = []
         return events
@@ -183,36 +186,42 @@ class KeptTails:
     """The exact new tokens of a step's sequences that wait until it is committed; mostly none."""
 
     def __init__(self) -> None:
-        self._tokens: list[tuple[PoolSequence, KeptTokens]] = []
+        self.tokens: list[KeptTokens] = []
+        self._sequences: Sequence[PoolSequence] = ()
 
     @property
     def arrays(self) -> list[mx.array]:
         """All of them."""
-        return [array for _, own in self._tokens for array in own.arrays]
+        return [array for own in self.tokens for array in own.arrays]
 
     def place(self, sequences: Sequence["PoolSequence"], new_tokens: int, *, fused: bool) -> ExactRows | None:
         """Begin a step; as :func:`place_exact`. None: the sequences have no exact tails."""
         self.write()
+        self._sequences = sequences
         spans = [sequence.tail for sequence in sequences if sequence.tail is not None]
-        if not spans:
-            return None
         lengths = [sequence.length for sequence in sequences]
-        if new_tokens > SLACK + 1:
-            self._tokens = [(own, KeptTokens(own.length, new_tokens)) for own in sequences]
+        return self.place_spans(spans, lengths, new_tokens, fused=fused) if spans else None
+
+    def place_spans(
+        self, spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool
+    ) -> ExactRows:
+        """Begin a step of sequences with these spans and lengths."""
+        waits = new_tokens > SLACK + 1
+        self.tokens = [KeptTokens(length, new_tokens) for length in lengths] if waits else []
         return place_exact(spans, lengths, new_tokens, fused=fused)
 
     def add(self, layer: "PoolLayer", tokens: Sequence[mx.array]) -> list[mx.array]:
         """Keep what is needed of a layer's new tokens, (2, K, S, D) of each sequence, and return it."""
-        return [own.add(layer, new) for (_, own), new in zip(self._tokens, tokens, strict=True)]
+        return [own.add(layer, new) for own, new in zip(self.tokens, tokens, strict=True)]
 
     def write(self) -> None:
         """Write those of the tokens that were committed, and drop the others."""
-        for sequence, kept in self._tokens:
+        for sequence, kept in zip(self._sequences, self.tokens, strict=False):
             tails = sequence.pool.tails
             committed = sequence.length - kept.length
             if committed > 0 and tails is not None and sequence.tail is not None and not sequence.released:
                 tails.write(sequence.tail, kept, committed)
-        self._tokens = []  # last: what an interruption left is written by the next call
+        self.tokens = []  # last: what an interruption left is written by the next call
 
 
 def place_exact(

@@ -74,6 +74,7 @@ class Pool:
         # Whether each sequence's attention is computed by itself. If not, the lengths of the others change
         # the rounding of its logits.
         attends_separately: bool = True,
+        has_tails: bool = False,  # layers of the whole model may have an exact tail
         states: Sequence[State] = (),  # of a sequence, one of each layer that has it in place of rows
         divided: bool = False,  # other ranks hold some of the rows: sequences can be neither saved nor loaded
     ) -> None:
@@ -115,7 +116,9 @@ class Pool:
         self.saved: Sequence[PoolLayer | State] = self.layers  # the same, with its states among them
         with_tail = [layer for layer in layers if layer.exact_arrays]
         # The exact tails of its sequences; None: no layer has any.
-        self.tails = ExactTails(with_tail, sequences, logs=divided and not single) if with_tail else None
+        self.tails: ExactTails | None = None
+        if with_tail or (divided and has_tails):
+            self.tails = ExactTails(with_tail, sequences, logs=divided and not single)
         self.groups = tuple(groups)  # the layers by the page tables that they share
         self.places = tuple((group, layer) for layer in layers for group in groups if layer in group.layers)
         # The layers that see all tokens; where all have a window, those with the widest.

@@ -319,6 +319,7 @@ class Decoder(CacheMaker):
             made_for=self.config,
             rotary=self._rotary,
             divided=self.divided,
+            has_tails=options.any_tail,
         )
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:

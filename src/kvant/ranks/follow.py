@@ -1,18 +1,21 @@
 """The other ranks compute what rank 0 tells them, until it ends."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.deferred_writes import DeferredWrites
+from kvant.cache.exact_tail import KeptTails, KeptTokens
 from kvant.cache.layer_group import PageTable
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch, place_rows
 from kvant.errors import RanksError
 from kvant.models import LanguageModel
+from kvant.operators.exact_rows import ExactSpan
 from kvant.ranks.guard import Guard
 
 Plan = Mapping[str, Any]  # a step as rank 0 tells it: plain data
@@ -23,9 +26,16 @@ class PlannedBatch(PoolBatch):
     """What a model sees of a pool in a step whose sequences another process keeps. It serves one step."""
 
     def __init__(
-        self, pool: Pool, tables: Sequence[Sequence[PageTable]], lengths: Sequence[int], rows: int
+        self,
+        pool: Pool,
+        tables: Sequence[Sequence[PageTable]],
+        lengths: Sequence[int],
+        rows: int,
+        tails: Sequence[ExactSpan],
     ) -> None:
-        """``tables``: of each layer group, each sequence's pages. Further ``rows`` are padding."""
+        """``tables``: of each layer group, each sequence's pages. Further ``rows`` are padding. ``tails``:
+        each sequence's exact rows, or none.
+        """
         self.pool = pool
         self.lock = pool.lock
         self.sequences = ()
@@ -34,6 +44,8 @@ class PlannedBatch(PoolBatch):
         self.embeddings: mx.array | None = None
         self._placed = {}
         self.deferred = DeferredWrites(None)
+        self.kept = KeptTails()
+        self._tails = tails
         self._tables = tables
         self._lengths = tuple(lengths)
 
@@ -42,9 +54,15 @@ class PlannedBatch(PoolBatch):
         return (*self._lengths, *(0,) * (self.rows - len(self._lengths)))
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
+        S = inputs.shape[1]
+        exact = None
+        if self._tails:
+            is_fused = any(group.is_fused for group in self.pool.groups)
+            exact = self.kept.place_spans(self._tails, self._lengths, S, fused=is_fused)
         placed = zip(self.pool.groups, self._tables, strict=True)
         self._placed = {
-            group: place_rows(group, tables, self._lengths, inputs.shape[1]) for group, tables in placed
+            group: replace(place_rows(group, tables, self._lengths, S), exact=exact)
+            for group, tables in placed
         }
         self.step = inputs
         return self.lengths
@@ -57,12 +75,14 @@ class Follower:
         self._part = part
         self._caches: dict[int, ModelCache] = {}
         self._pools: dict[int, Pool] = {}
+        self._kept: dict[tuple[int, int], KeptTokens] = {}  # by pool and page: exact rows that wait
 
     def obey(self, message: Plan) -> Any | None:
         """Do what rank 0 tells. Returns what it waits for; None: it does not."""
         for dropped in message["dropped"]:
             if dropped in self._pools:
                 del self._pools[dropped]
+                self._kept = {key: kept for key, kept in self._kept.items() if key[0] != dropped}
             else:
                 del self._caches[dropped]
         number = message["number"]
@@ -78,15 +98,39 @@ class Follower:
             raise AssertionError(f"rank 0 calls {call}")
         batch: PoolBatch
         if number in self._pools:
-            batch = _planned_batch(self._pools[number], message)
+            batch = self._planned_batch(number, message)
         else:
             cache = self._caches[number]
             _align(cache, message["lengths"])
             batch = cache.batch
-        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=batch))
+        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=batch), batch.kept.arrays)
+        for (page, _, _), kept in zip(message.get("tails", ()), batch.kept.tokens, strict=False):
+            self._kept[number, page] = kept
         if call == "feed":
             mx.clear_cache()  # a chunk's activations, as on rank 0
         return None
+
+    def _planned_batch(self, number: int, plan: Plan) -> PlannedBatch:
+        """Make the batch that rank 0 has planned in this rank's pool."""
+        pool = self._pools[number]
+        for group, copies in zip(pool.groups, plan["copies"], strict=True):
+            for page, to, rows in copies:
+                group.copy(page, to, rows)
+            group.take_copies()  # no other rank waits for this one's
+        for kind, page, *numbers in plan["tail_events"]:
+            assert pool.tails is not None
+            if kind == "copy":
+                pool.tails.copy(page, *numbers)
+            else:
+                length, count = numbers
+                kept = self._kept.pop((number, page))
+                assert kept.length == length
+                pool.tails.write(ExactSpan(page), kept, count)
+        if pool.tails is not None:
+            pool.tails.take_events()
+        tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
+        tails = [ExactSpan(*own) for own in plan["tails"]]
+        return PlannedBatch(pool, tables, plan["lengths"], plan["rows"], tails)
 
 
 def follow(part: LanguageModel, guard: Guard) -> NoReturn:
@@ -96,16 +140,6 @@ def follow(part: LanguageModel, guard: Guard) -> NoReturn:
         reply = follower.obey(guard.receive())
         if reply is not None:
             guard.gather(reply)
-
-
-def _planned_batch(pool: Pool, plan: Plan) -> PlannedBatch:
-    """Make the batch that rank 0 has planned in this rank's pool."""
-    for group, copies in zip(pool.groups, plan["copies"], strict=True):
-        for page, to, rows in copies:
-            group.copy(page, to, rows)
-        group.take_copies()  # no other rank waits for this one's
-    tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
-    return PlannedBatch(pool, tables, plan["lengths"], plan["rows"])
 
 
 def _align(cache: ModelCache, lengths: Sequence[int]) -> None:

@@ -143,11 +143,22 @@ class Lead(CacheMaker):
 
 
 def _pool_plan(batch: PoolBatch) -> dict[str, Any]:
-    """Describe a batch's step: the pages that were copied since the last one, and each token's place."""
+    """Describe a batch's step: what was done to pages since the last one, and each token's place."""
     groups = batch.pool.groups
     copies = [group.take_copies() for group in groups]
     tables = [
         [(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(groups))
     ]
     lengths = [sequence.length for sequence in batch.sequences]
-    return {"copies": copies, "tables": tables, "lengths": lengths, "rows": batch.rows}
+    tails = batch.pool.tails
+    events = [] if tails is None else tails.take_events()
+    spans = [own.tail for own in batch.sequences if own.tail is not None]
+    numbers = [(span.page, span.sinks, span.start) for span in spans]
+    return {
+        "tail_events": events,
+        "tails": numbers,
+        "copies": copies,
+        "tables": tables,
+        "lengths": lengths,
+        "rows": batch.rows,
+    }

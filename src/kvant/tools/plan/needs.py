@@ -14,6 +14,7 @@ from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.cpu_paged_attention import LONG_TOKENS
+from kvant.operators.exact_rows import RING
 from kvant.operators.packing import PACKINGS
 from kvant.operators.paged_rows import tokens_at_once
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES, device_kind, makes_scores
@@ -44,6 +45,9 @@ QUEUED_BLOCKS = 6  # of scores, held at once; measured on a CPU
 QUEUED_LAYERS = 3
 QUEUED_PARTS = 4  # of a dequantized matrix, beside one a core; measured (1 to 8 streams)
 MASK_BYTES = 16  # of a window's mask for each query and token: its terms and their product
+# Of an exact tail: bytes of a number, and copies of a layer's: as they wait, joined and as floats.
+TAIL_BYTES = 2
+TAIL_COPIES = 6
 SCORE_COPIES = 3  # that one call of attention may hold: scores, with the mask, and their softmax
 # Of a bridged model. Each projection's output: as it came, as it goes on, and sums of it.
 OUTPUT_COPIES = 3
@@ -176,6 +180,12 @@ def scratch_bytes(
     if splits:
         forms += FLOAT32 // 2 if on_cpu else FLOAT32
     waiting, seen = 0, 0
+    has_tail = settings.cache.any_tail
+    if (
+        has_tail
+    ):  # exact rows are joined to the others, and those of a prompt wait until its chunk is committed
+        forms += FLOAT32
+        waiting += TAIL_BYTES * kv_row * (len(config.windows) * RING + TAIL_COPIES * (new + RING))
     most = sequences * tokens  # that are floats at once
     if on_cpu:  # NumPy attends to more of them block by block
         most = max(tokens_at_once(FLOAT32 * kv_row, new, bits), LONG_TOKENS if new <= FEW_ROWS else 0)
@@ -186,6 +196,8 @@ def scratch_bytes(
             joined = 2 * own * _row_bytes(config, settings, itemsize) if on_cpu else 0
             mask = MASK_BYTES * new * min(own, most)
             waiting += new * _row_bytes(config, settings, itemsize)
+        if has_tail:
+            mask = MASK_BYTES * new * min(own, most)
         in_float32 = on_cpu or splits or mask > 0
         made = makes_scores(
             device_kind(on_cpu),
@@ -273,10 +285,15 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
             mask="boolean" if mask else "causal",
             dtype=DTYPES[leaf.dtype],
         )
+        if has_tail:
+            mask = MASK_BYTES * new * own
         return mask + itemsize * _scores_at_once(new, heads, own, on_cpu=on_cpu) * made
 
     # Of a cached number: as a float, through as much again on a CPU, and unpacked.
     forms = DEQUANTIZED_COPIES * FLOAT32 if on_cpu else itemsize + _unpacked_bytes(settings.cache.kv_bits)
+    has_tail = settings.cache.any_tail
+    if has_tail:  # exact rows are joined to the others
+        forms += FLOAT32
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:
         scores = max((attend(leaf, new, tokens) for leaf in attention), default=0)
@@ -286,7 +303,10 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         numbers = FLOAT32 * OUTPUT_COPIES * outputs * new + forms * most
         states = max(min(new, QUEUED_STATES), STATES_OF_A_TOKEN.get(config.model_type, 0) * new) * state
         matrices = FLOAT32 * SCORE_COPIES * checkpoint.heads() * new * min(new, MATRIX_TOKENS) if state else 0
-        return int(MARGIN * count * (numbers + max(scores, matrices) + states))
+        tails = 0
+        if has_tail:
+            tails = TAIL_BYTES * (sum(widths) * RING + max(widths, default=0) * TAIL_COPIES * (new + RING))
+        return int(MARGIN * count * (numbers + max(scores, matrices) + states + tails))
 
     def pool(tokens: int, in_all: int, count: int) -> CacheBytes:
         sizes = {"tokens": in_all, "sequences": count, "max_seq_len": tokens}
