@@ -35,7 +35,10 @@ def test_replays(windows: tuple[int | None, ...] | None, pocket: Any, tmp_path: 
     model = pocket[0] if windows is None else tiny_model(tmp_path, windows, max_position_embeddings=2048)
     common, cached = grown(_scheduler(model, 4), random.Random(1))
     assert cached == common == [0, 665, 1232]
-    assert changed_heads(_scheduler(model, 4), random.Random(1)) == [0, 500, 500, 500]
+    # What two prompts have in common has no exact tail until the second one keeps a checkpoint there.
+    second = 0 if windows else 384
+    assert changed_heads(_scheduler(model, 4), random.Random(1)) == [0, second, 500, 500]
+    assert changed_heads(_scheduler(model, 8), random.Random(1)) == [0, 500, 500, 500]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ def test_a_planted_fact_is_recalled_after_a_hit(pocket: Any) -> None:
             if hits:  # the facts, and another question
                 run_all(scheduler, [request([*dialogue.ids[: first - 12], 5, 6], 4)])
             told = next(iter(run_all(scheduler, [request(list(dialogue.ids[:first]), 20)]).values()))
-            assert (told[0].cached_tokens > 100) == bool(hits)
+            assert (told[0].cached_tokens > 0) == bool(hits)
             answers.append(ids_of(told))
             right[hits] += answers[-1] == list(dialogue.ids[first:last])
     assert min(right) >= 6

@@ -96,7 +96,9 @@ def test_random_schedules_of_other_models(tmp_path: Path, name: str) -> None:
 
 def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
     def scheduler() -> Scheduler:
-        return scheduler_of(model, bits, max_batch=ROWS, deterministic=True)[0]
+        # A checkpoint takes a page of its own.
+        options = {"max_batch": ROWS, "deterministic": True, "checkpoints": 4}
+        return scheduler_of(model, bits, pages=PAGES - 4, **options)[0]
 
     @once
     def single(kind: Kind) -> Result:

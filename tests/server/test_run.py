@@ -26,6 +26,7 @@ from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Token
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
+from kvant.operators.exact_rows import TAIL_WINDOW
 from kvant.server import run
 from kvant.server.service import Service, make_pool
 from kvant.server.settings import Limits, Settings
@@ -268,6 +269,8 @@ def test_a_restarted_server_reads_what_it_had(
                 )
     known = counts_of(given[0]["usage"])[0] // 128 * 128
     assert known
+    if bits == 4:  # less the tokens of an exact tail, which are read again
+        known -= TAIL_WINDOW
     assert [counts_of(each["usage"])[1] for each in given] == [0, known, 0 if keys else known, 0]
     called = [each["choices"][0]["message"]["tool_calls"][0]["function"] for each in given]
     assert called == called[:1] * 4

@@ -47,7 +47,7 @@ def scheduler_of(model: Decoder, bits: int = 0, pages: int = PAGES, **options: A
     """A scheduler and its pool; ``pool``: further sizes of that."""
     batch = options.pop("max_batch", 8)
     group = options.pop("kv_group_size", None)
-    stored = CacheOptions(bits, group)
+    stored = CacheOptions(bits, group, checkpoints=options.pop("checkpoints", 0))
     pool = model.make_pool(128 * pages, sequences=batch, **options.pop("pool", {}), options=stored)
     return Scheduler(model, pool, max_batch=batch, **options), pool
 

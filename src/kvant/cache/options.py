@@ -148,18 +148,14 @@ class CacheOptions:
 
     @property
     def any_tail(self) -> bool:
-        """Whether layers may have an exact tail."""
+        """Whether layers that quantize have an exact tail; of a tuned format all of them, or none."""
         if self.tail is None:
             return self.rotates and self.kv_bits == FITTED_BITS
         return self.tail
 
     def has_tail(self, choice: LayerChoice) -> bool:
         """Return whether a layer that stores its tokens so has an exact tail."""
-        if not choice.kv_bits:
-            return False
-        if self.tail is not None:
-            return self.tail
-        return self.rotates and FITTED_BITS in (choice.kv_bits, choice.value_bits)
+        return self.any_tail and bool(choice.kv_bits)
 
     def of_layer(self, number: int) -> "CacheOptions":
         """Those of a cache of this layer alone."""

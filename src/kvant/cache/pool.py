@@ -305,10 +305,9 @@ class Pool:
         if tail is not None and tail.length % unit:
             tail = None
         kept = 0 if tail is None else tail.length
-        if self.has_windows or self.states:  # it begins where these allow it, or not at all
-            if kept == length:
-                return length, tail
-            return (0, None) if is_exact else (length, None)
+        if self.has_windows or self.states:  # nothing can be fed again: they begin at checkpoints alone
+            hashes, rest = self.prefixes.find(prompt[: kept + 1], salt, unit > 1)
+            return (kept, tail) if kept == len(hashes) * PAGE_SIZE + rest else (0, None)
         again = max(0, length - TAIL_WINDOW) // unit * unit
         if is_exact or kept > again:
             return kept, tail

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection, Sequence
 
 from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.prefix_search import FEWEST_COPIED
 
 logger = logging.getLogger("kvant.engine")
 
@@ -81,7 +82,9 @@ class PromptPrefix:
             return
         head = self._pool.prefixes.num_stored(self.shareable_ids, self._salt) // self._unit * self._unit
         before = max(place for place in (0, start, *self.checkpoints) if place <= head)
-        if head - before >= self._pool.page_size:
+        # With exact tails a sequence begins before a place without a checkpoint, however near that is.
+        distance = self._pool.page_size if self._pool.tails is None else FEWEST_COPIED
+        if head - before >= distance:
             self.checkpoints = sorted([*self.checkpoints, head])
             self._heads = {*self._heads, head}
         elif head == start and self._pool.has_windows:  # it was joined where pages happened to be

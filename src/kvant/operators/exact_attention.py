@@ -17,6 +17,9 @@ from kvant.operators.paged_rows import PagedRows, read_float_rows
 from kvant.operators.row_runs import cut_runs
 from kvant.operators.stored_tokens import keys_and_values
 
+# Queries that attend at once through a mask: what it becomes, as terms of the scores, takes 16 bytes a token.
+MASKED_QUERIES = 128
+
 KeysAndValues = tuple[mx.array, mx.array]
 
 
@@ -61,7 +64,9 @@ def attend_few_exactly(
     for i in range(S):
         own = floats if S == 1 else [copy.copy(array) for array in floats]
         for b, column in columns.items():
-            _put_exact(own, tail[b], exact.rows, b, rows.ends(b) - S + i, column - rows.first[b], D)
+            position = rows.ends(b) - S + i
+            reads = (exact.rows.tail_start(b, position), position + 1)
+            _put_exact(own, tail[b], exact.rows, b, reads, place=(rows.first[b], column), key_dim=D)
         keys, values = keys_and_values(own, D) if own else (None, None)
         tokens: list[KeysAndValues] = []
         places: list[int] = []
@@ -99,17 +104,21 @@ def _put_exact(
     tail: mx.array,
     rows: ExactRows,
     sequence: int,
-    position: int,
-    offset: int,
+    reads: tuple[int, int],
+    *,
+    place: tuple[int, int],
     key_dim: int,
 ) -> None:
-    """Replace the floats of a sequence's tokens by the exact rows that the query at a position reads.
+    """Replace the floats of a sequence's first and last tokens by its exact rows.
 
-    ``offset``: the column of position 0.
+    Args:
+        reads: the positions of the last tokens: of the first one, and past the last one.
+        place: the position of the first token that has floats, and its column.
     """
-    tail_start = rows.tail_start(sequence, position)
-    for first, end in ((0, min(rows.sinks[sequence], tail_start)), (tail_start, position + 1)):
-        first = max(first, -offset)
+    begin, column = place
+    tail_start, stop = reads
+    for first, end in ((0, min(rows.sinks[sequence], tail_start)), (tail_start, stop)):
+        first = max(first, begin)
         if first >= end:
             continue
         part = tail[:, :, rows.count_before(sequence, first) : rows.count_before(sequence, end)]
@@ -117,7 +126,44 @@ def _put_exact(
         if len(floats) == 2:
             parts = list(keys_and_values([part], key_dim))
         for number, own in enumerate(parts):
-            floats[number][:, :, offset + first : offset + end] = own
+            floats[number][:, :, column + first - begin : column + end - begin] = own
+
+
+def read_exactly(
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    exact: ExactTail,
+    new_tokens: int,
+    waiting: Sequence[mx.array] = (),
+    *,
+    quant_bit: int,
+    value_bit: int,
+    dtype: mx.Dtype,
+    key_dim: int,
+) -> list[tuple[mx.array, mx.array, int]]:
+    """Read the tokens of all sequences; exactly, the first ones, the new ones and as many before these as the
+    first new token reads exactly.
+
+    For many new tokens on a GPU: those behind the first read more tokens exactly than a few would. To give
+    each its own would take a mask, and twice the memory.
+
+    Returns:
+        as :func:`kvant.operators.paged_rows.read_sequences`.
+    """
+    runs = [run for own in rows.runs for run in own]
+    form: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
+    floats = read_float_rows(arrays, runs, waiting, dtype=dtype, key_dim=key_dim, **form)
+    counts = [end - first for first, end in zip(rows.first, exact.rows.ends, strict=True)]
+    columns = [0, *accumulate(counts)]
+    for b, tail in enumerate(exact.read(dtype)):
+        end = exact.rows.ends[b]
+        reads = (exact.rows.tail_start(b, end - new_tokens), end)
+        _put_exact(floats, tail, exact.rows, b, reads, place=(rows.first[b], columns[b]), key_dim=key_dim)
+    keys, values = keys_and_values(floats, key_dim)
+    return [
+        (keys[:, :, start : start + count], values[:, :, start : start + count], first)
+        for start, count, first in zip(columns[:-1], counts, rows.first, strict=True)
+    ]
 
 
 def attend_each_exactly(
@@ -180,7 +226,15 @@ def attend_each_exactly(
         if bias_split is not None:
             rotation = mx.take(bias_split.rotation, column, axis=-1)
             options["bias_split"] = replace(bias_split, rotation=rotation)
-        outputs.append(attend_tokens(query[b : b + 1], keys, values, is_causal=False, mask=seen, **options))
+        blocks: list[mx.array] = []
+        for start in range(0, S, MASKED_QUERIES):
+            block = slice(start, start + MASKED_QUERIES)
+            own_query = query[b : b + 1, :, block]
+            if blocks:  # as above
+                (own_query,) = mx.depends([own_query], blocks[-1:])
+            own_mask = seen[..., block, :]
+            blocks.append(attend_tokens(own_query, keys, values, is_causal=False, mask=own_mask, **options))
+        outputs.append(blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2))
     return outputs
 
 

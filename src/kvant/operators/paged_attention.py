@@ -11,7 +11,7 @@ import mlx.core as mx
 from kvant.operators.attention import attend_each
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.cpu_paged_attention import attend_rows_on_cpu
-from kvant.operators.exact_attention import attend_each_exactly
+from kvant.operators.exact_attention import attend_each_exactly, read_exactly
 from kvant.operators.exact_rows import ExactTail
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.paged_kernel import attend_pages
@@ -24,6 +24,7 @@ from kvant.operators.paged_rows import (
     write_rows,
 )
 from kvant.operators.stored_tokens import fitted_tokens
+from kvant.operators.streams import FEW_ROWS
 
 
 class NewTokens(NamedTuple):
@@ -168,7 +169,7 @@ def _attend_unfused(
     for share in shares(rows.counts, size):
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-        if exact is not None:
+        if exact is not None and S <= FEW_ROWS:
             outputs += attend_each_exactly(
                 query[share],
                 readable,
@@ -182,7 +183,10 @@ def _attend_unfused(
                 sinks=sinks,
             )
             continue
-        tokens = read_sequences(readable, rows.only(share), waiting, **form)
+        if exact is None:
+            tokens = read_sequences(readable, rows.only(share), waiting, **form)
+        else:
+            tokens = read_exactly(readable, rows.only(share), exact.only(share), S, waiting, **form)
         outputs += attend_each(
             query[share], tokens, rows.window, mask=mask, bias_split=bias_split, sinks=sinks
         )

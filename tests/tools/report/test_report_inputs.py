@@ -190,16 +190,25 @@ def test_json_of_a_text(tmp_path: Path) -> None:
     text.write_text("The fox went home. " * 20, encoding="utf-8")
     found = json.loads(
         report(
-            "--text", str(text), "--tokens", "64", "--formats", "4g32:nosplit,0,4g32:nosplit:pmx", "--json"
+            "--text",
+            str(text),
+            "--tokens",
+            "64",
+            "--formats",
+            "4g32:nosplit:notail,0,4g32:nosplit:pmx,4g32:nosplit",
+            "--json",
         )
     )
     assert found["model"] == "pocket"
     assert found["text"] == {"name": str(text), "tokens": 64, "pieces": 1, "tokens_left_out": 101 - 64}
     assert found["versions"].keys() == {"kvant", "mlx", "mlx_lm", "transformers", "python"}
     assert (found["reserved_tokens"], found["prompt_tokens"]) == (64, 47)
-    four, none, plain = found["formats"]
+    without, none, plain, four = found["formats"]
     assert plain["flags"] == f"{four['flags']} --kv-format pmx"
-    assert plain["bytes_per_token"] == four["bytes_per_token"]
+    assert without["flags"] == f"{four['flags']} --no-kv-tail"
+    assert plain["bytes_per_token"] == without["bytes_per_token"]
+    page = 128 * 4 * 2 * 2 * 64 * 2  # bytes: rows, layers, keys and values, kv heads, width, 16 bits
+    assert four["bytes_per_token"] == without["bytes_per_token"] + page // 64
     assert none == found["reference"]
     assert four["format"] == "4g32:nosplit"
     assert four["flags"] == "--kv-bits 4 --kv-group-size 32 --no-kv-bias-split"

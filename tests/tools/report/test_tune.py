@@ -42,7 +42,7 @@ def text(pocket: Pocket) -> Text:
 )
 def test_plants_are_found(pocket: Pocket, text: Text, factor: Any, constant: Any, part: str) -> None:
     with planted(channels(factor), channels(constant, 0.0), everywhere):
-        chosen, tried = tune(pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=1.0)
+        chosen, tried = tune(pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=1.0, kv_tail=False)
     found = {row.name: row.figures.mean_kld_nats for row in tried}
     assert found["plain"] > 0.3
     assert min(found.values()) < 1e-2
@@ -59,7 +59,13 @@ def test_layers_get_more_bits_until_it_is_enough(
     least = 576 + 8  # bytes a token at 4 bits: 576 for each more, and a share of the key transform
     seen: list[tuple[int, int]] = []
     chosen, tried = tune(
-        pocket[0], text, kv_bits=4, kv_group_size=32, max_kld=most, progress=lambda *done: seen.append(done)
+        pocket[0],
+        text,
+        kv_bits=4,
+        kv_group_size=32,
+        max_kld=most,
+        kv_tail=False,
+        progress=lambda *done: seen.append(done),
     )
     bits = [bits for own in chosen.layers for bits in (own.kv_bits, own.value_bits)]
     assert 0 < bits.count(8) < 8
@@ -93,7 +99,7 @@ def test_keys_alone_get_more_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ids = [(7 * i * i + 31 * i) % 300 for i in range(800)]
     text = Text("random", (tuple(ids[:400]), tuple(ids[400:])), 0)
     with planted(channels({}), channels({}, 0.0), lambda at: mx.where(places[at][:, None], 4.0, 1.0)):
-        chosen, tried = tune(model, text, kv_bits=4, kv_group_size=16, max_kld=0.02)
+        chosen, tried = tune(model, text, kv_bits=4, kv_group_size=16, max_kld=0.02, kv_tail=False)
     enough = {row.name: row.bytes_per_token for row in tried if row.figures.mean_kld_nats <= 0.02}
     least = 480 + 8  # bytes a token at 4 bits: 480 for each more, and a share of the key transform
     assert enough == {

@@ -14,6 +14,7 @@ from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
 from kvant.operators.cpu_paged_attention import LONG_TOKENS
+from kvant.operators.exact_attention import MASKED_QUERIES
 from kvant.operators.exact_rows import RING
 from kvant.operators.packing import PACKINGS
 from kvant.operators.paged_rows import tokens_at_once
@@ -184,7 +185,7 @@ def scratch_bytes(
     if (
         has_tail
     ):  # exact rows are joined to the others, and those of a prompt wait until its chunk is committed
-        forms += FLOAT32
+        forms += FLOAT32 if on_cpu else 0
         waiting += TAIL_BYTES * kv_row * (len(config.windows) * RING + TAIL_COPIES * (new + RING))
     most = sequences * tokens  # that are floats at once
     if on_cpu:  # NumPy attends to more of them block by block
@@ -196,8 +197,6 @@ def scratch_bytes(
             joined = 2 * own * _row_bytes(config, settings, itemsize) if on_cpu else 0
             mask = MASK_BYTES * new * min(own, most)
             waiting += new * _row_bytes(config, settings, itemsize)
-        if has_tail:
-            mask = MASK_BYTES * new * min(own, most)
         in_float32 = on_cpu or splits or mask > 0
         made = makes_scores(
             device_kind(on_cpu),
@@ -211,6 +210,8 @@ def scratch_bytes(
         scores = FLOAT32 * _scores_at_once(new, heads, own, on_cpu=on_cpu) if made else 0
         cast = FLOAT32 if not on_cpu and not splits and (made or mask) else 0
         queued = 1 if on_cpu else QUEUED_LAYERS - (1 if splits or cast else 0)
+        if has_tail:
+            mask = max(mask, _tail_mask_bytes(new, heads, own, on_cpu=on_cpu))
         seen = max(seen, mask + joined + sequences * scores + kv_row * floats * (forms + cast) * queued)
     is_packed = config.quantization is not None and not (checkpoint.unpacked and config.experts is None)
     weights = _float_weights(config) if on_cpu and is_packed else 0
@@ -229,6 +230,14 @@ def _scores_at_once(new: int, heads: int, tokens: int, *, on_cpu: bool) -> int:
     """The most scores that are held where new tokens of a sequence attend in blocks."""
     block = BLOCK_SCORE_BYTES // FLOAT32 if on_cpu else GPU_BLOCK_SCORES
     return min(SCORE_COPIES * new * heads * tokens, QUEUED_BLOCKS * max(block, heads * tokens))
+
+
+def _tail_mask_bytes(new: int, heads: int, tokens: int, *, on_cpu: bool) -> int:
+    """Bytes of the mask that tells exact rows from others: of all queries, and as terms of some of them."""
+    if not on_cpu:  # of many queries there is none
+        new = min(new, FEW_ROWS)
+    block = min(new, MASKED_QUERIES, max(1, BLOCK_SCORE_BYTES // FLOAT32 // (heads * tokens)))
+    return tokens * (2 * new + MASK_BYTES * block)
 
 
 def _float_weights(config: ModelConfig) -> int:
@@ -286,13 +295,13 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
             dtype=DTYPES[leaf.dtype],
         )
         if has_tail:
-            mask = MASK_BYTES * new * own
+            mask = max(mask, _tail_mask_bytes(new, heads, own, on_cpu=on_cpu))
         return mask + itemsize * _scores_at_once(new, heads, own, on_cpu=on_cpu) * made
 
     # Of a cached number: as a float, through as much again on a CPU, and unpacked.
     forms = DEQUANTIZED_COPIES * FLOAT32 if on_cpu else itemsize + _unpacked_bytes(settings.cache.kv_bits)
     has_tail = settings.cache.any_tail
-    if has_tail:  # exact rows are joined to the others
+    if has_tail and on_cpu:  # exact rows are joined to the others
         forms += FLOAT32
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:

@@ -125,13 +125,15 @@ def tune(
     kv_bits: int,
     kv_group_size: int,
     max_kld: float,
+    kv_tail: bool | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[KVFormat, list[Row]]:
     """Choose a key transform for all layers, then layers with 8 bits, until the divergence is small enough.
 
     As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte; or keys and
-    values of single layers, if that takes much less. ``progress`` is called with (tokens fed, tokens to be
-    fed at most). Returns the format, and all that was tried, in order.
+    values of single layers, if that takes much less. ``kv_tail``: as of CacheOptions.
+    ``progress`` is called with (tokens fed, tokens to be fed at most). Returns the format, and all that was
+    tried, in order.
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
@@ -150,7 +152,7 @@ def tune(
         for n, own in enumerate(seen):
             keys, values = (MORE_BITS if (n, side) in more else kv_bits for side in SIDES)
             layers.append(own.choice(keys, values, kv_group_size, parts))
-        return CacheFormat(kv_format=KVFormat(digest, tuple(layers)))
+        return CacheFormat(kv_format=KVFormat(digest, tuple(layers)), tail=kv_tail)
 
     allowed = [own for own in PARTS if "center" not in own or not getattr(model, "has_sinks", False)]
     tried = measured(model, text, {own or "plain": made(own) for own in allowed}, fed)
