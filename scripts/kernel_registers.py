@@ -22,6 +22,7 @@ from compile_cuda import compile_cuda, recording
 
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.kernels import attend, launch
+from kvant.operators.kernels.attend import ExactInput
 from kvant.operators.paged_kernel import attend_fused
 from kvant.operators.quantization import quantized_dtype
 
@@ -46,6 +47,7 @@ class Shape:
     softcap: float = 0.0
     alibi: bool = False
     mask: bool = False
+    tail: bool = False  # an exact tail, of float16
 
 
 SHAPES = {
@@ -68,6 +70,11 @@ SHAPES = {
     "64/8/256, int4": Shape(64, 8, 256, 4),
     "Qwen3-4B 32/8/128, int8 keys, int4 values": Shape(32, 8, 128, 8, Dv=128, value_bits=4),
     "Qwen3-4B 32/8/128, int4 keys, int8 values": Shape(32, 8, 128, 4, Dv=128, value_bits=8),
+    "Qwen3-4B 32/8/128, int4, exact tail": Shape(32, 8, 128, 4, paged=True, tail=True),
+    "16/1/192, values 128, int4, window, exact tail": Shape(
+        16, 1, 192, 4, Dv=128, S=4, paged=True, window=4096, tail=True
+    ),
+    "Qwen2.5-0.5B 14/2/64, int4, 8 pairs, exact tail": Shape(14, 2, 64, 4, pairs=8, paged=True, tail=True),
 }
 
 
@@ -82,6 +89,11 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.
     split = BiasSplit(
         mx.zeros((K, 2, pairs)), tuple(range(pairs)), mx.zeros((2, pairs, tokens)), mx.zeros((K, D))
     )
+    tail = None
+    if shape.tail:
+        beside = shape.Dv not in (0, D)
+        rows = mx.zeros((1, K, 128, width) if beside else (2, K, 128, D), mx.float16)
+        tail = ExactInput(rows, mx.zeros((1, 8), mx.int32), mx.zeros((2, 4), mx.int32))
     output = attend_fused(
         mx.zeros((1, H, S, D), mx.bfloat16),
         mx.zeros((*lead, stored), dtype),
@@ -98,6 +110,7 @@ def run(shape: Shape, backend: launch.Backend, tokens: int = TOKENS) -> list[mx.
         softcap=shape.softcap,
         is_alibi=shape.alibi,
         mask=mx.zeros((S, tokens)) if shape.mask else None,
+        tail=tail,
         backend=backend,
     )
     if not shape.bits:
@@ -143,7 +156,7 @@ def main() -> int:
                 (kernel,) = compile_cuda(text)
                 kind = function.split("_")[3]
                 if kind == "attend" or registers == "cuda":
-                    print(f"{name:42} {kind:8} {registers:6}", kernel.registers, "registers", end=" ")
+                    print(f"{name:48} {kind:8} {registers:6}", kernel.registers, "registers", end=" ")
                     print(
                         f"{kernel.spill_bytes} B spilled {kernel.stack_bytes} B stack {kernel.shared_bytes} "
                         f"B shared"

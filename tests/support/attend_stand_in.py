@@ -5,7 +5,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvant.operators.kernels.attend import PAGE_SIZE
+from kvant.operators.exact_rows import RING, SINKS, TAIL_WINDOW
+from kvant.operators.kernels.attend import PAGE_SIZE, ExactInput
 from support import oracle
 from support.operator_cases import to_numpy
 from support.oracle import Array
@@ -38,6 +39,7 @@ def exact(
     slopes: tuple[float, ...] = (),
     score_scale: float | None = None,
     sinks: mx.array | None = None,
+    tail: ExactInput | None = None,
     backend: str,
     **options: Any,
 ) -> Array:
@@ -61,20 +63,53 @@ def exact(
             assert stored is not None
             both = oracle.sides(stored, scales, D, (quant_bit, value_bit or quant_bit), quant_group)
         key, value = (side.swapaxes(0, 1) for side in both)
-        if pairs:
-            cosine, sine = np.array(rotation)[..., start:end].swapaxes(1, 2)
-            key += oracle.turned_bias(np.array(key_bias), pairs, cosine, sine, D)
-        if value_bias is not None:
-            value += np.array(value_bias)
         own = None if mask is None else to_numpy(mask)
         if own is not None:
             own = np.broadcast_to(own, (B, H, *own.shape[-2:]))[b : b + 1, ..., : len(at)]
-        output = oracle.attend(
-            to_numpy(query[b : b + 1]).swapaxes(1, 2), key[None], value[None], attn_mask=own, scale=score_scale,
-            is_alibi=bool(slopes), sinks=None if sinks is None else to_numpy(sinks), **options,
-        )  # fmt: skip
-        outputs.append(output.swapaxes(1, 2))
+        parts = [(slice(0, S), key, value, np.arange(start, end))]
+        if tail is not None:
+            at_once = [_with_exact(tail, b, S, i, key, value, start) for i in range(S)]
+            parts = [(slice(i, i + 1), *tokens) for i, tokens in enumerate(at_once)]
+        for share, keys, values, positions in parts:
+            if pairs:
+                cosine, sine = np.array(rotation)[..., positions].swapaxes(1, 2)
+                keys = keys + oracle.turned_bias(np.array(key_bias), pairs, cosine, sine, D)
+            if value_bias is not None:
+                values = values + np.array(value_bias)
+            output = oracle.attend(
+                to_numpy(query[b : b + 1, :, share]).swapaxes(1, 2), keys[None], values[None], attn_mask=own,
+                scale=score_scale, is_alibi=bool(slopes), sinks=None if sinks is None else to_numpy(sinks),
+                **options,
+            )  # fmt: skip
+            outputs.append(output.swapaxes(1, 2))
+    if tail is not None:  # B * S arrays (1, H, 1, Dv)
+        outputs = [np.concatenate(outputs[b * S : (b + 1) * S], axis=2) for b in range(B)]
     return np.concatenate(outputs)
+
+
+def _with_exact(
+    tail: ExactInput, b: int, S: int, i: int, key: Array, value: Array, start: int
+) -> tuple[Array, Array, Array]:
+    """Keys and values (T, K, D) that new token i of a sequence sees, and their positions.
+
+    ``key``, ``value``: as they are quantized, from position ``start`` on.
+    """
+    first_tokens, tail_start, end, _ = tail.spans[b].tolist()
+    position = end - S + i
+    tail_start = max(position + 1 - TAIL_WINDOW, tail_start)
+    exact = [p for p in range(position + 1) if p < first_tokens or p >= tail_start]
+    rows = [p if p < SINKS else SINKS + (p - SINKS) % RING for p in exact]
+    page = int(tail.pages[b, 0].item()) * PAGE_SIZE
+    own = to_numpy(tail.rows)[:, :, [page + row for row in rows]].astype(np.float64)
+    exact_sides = [side.swapaxes(0, 1) for side in oracle.sides(own, None, key.shape[-1], (0, 0), 0)]
+    seen = [*range(min(first_tokens, start)), *range(start, position + 1)]
+    both = []
+    for quantized, floats in zip((key, value), exact_sides, strict=True):
+        tokens = np.full((position + 1, *quantized.shape[1:]), np.nan)
+        tokens[start:] = quantized[: position + 1 - start]
+        tokens[exact] = floats
+        both.append(tokens[seen])
+    return both[0], both[1], np.array(seen)
 
 
 class FailingKernel:

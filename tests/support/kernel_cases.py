@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,9 +18,17 @@ import pytest
 
 from kvant.operators import paged_kernel
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.exact_rows import RING, SINKS, TAIL_WINDOW
 from kvant.operators.kernels import attend as attend_module
 from kvant.operators.kernels import launch as launch_module
-from kvant.operators.kernels.attend import GROUPS, HEAD_DIMS, PAGE_SIZE, SPLIT_ROWS, threadgroup_shape
+from kvant.operators.kernels.attend import (
+    GROUPS,
+    HEAD_DIMS,
+    PAGE_SIZE,
+    SPLIT_ROWS,
+    ExactInput,
+    threadgroup_shape,
+)
 from kvant.operators.quantization import quantized_dtype
 from kvant.operators.stored_tokens import stored_tokens
 from support import attend_stand_in, oracle
@@ -74,6 +82,9 @@ class KernelCase:
     backend: str = "metal"
     splits: int | None = 4
     knows_rows: bool = False  # the caller says how many rows the longest sequence has
+    tail: str = ""  # dtype of an exact tail
+    tail_sinks: int = SINKS
+    tail_tokens: int = TAIL_WINDOW  # cached tokens that have exact rows, at most
 
     @property
     def num_heads(self) -> int:
@@ -125,18 +136,41 @@ class KernelCase:
         return range(self.firsts[b], self.ends[b])
 
     def readable(self, b: int) -> range:
-        """The rows of sequence b that may be read: without a window all it has."""
-        rows = range(len(self.positions(b)))
-        return (
-            rows
-            if self.window is None
-            else rows[max(0, self.offsets[b] + 1 - self.window - self.firsts[b]) :]
-        )
+        """The rows of sequence b that may be read: without a window all it has; of a sequence with a tail
+        those that are not exact for its last query.
+        """
+        first = 0 if self.window is None else max(0, self.offsets[b] + 1 - self.window)
+        last = self.ends[b]
+        if self.tail:
+            first = max(first, min(self.tail_sinks, last))
+            last = min(last, max(last - TAIL_WINDOW, self.tail_start(b)))
+        return range(len(self.positions(b)))[max(0, first - self.firsts[b]) : max(0, last - self.firsts[b])]
+
+    def tail_start(self, b: int) -> int:
+        """The first position behind the first tokens that has an exact row."""
+        start = max(SINKS, self.offsets[b] + 1 - TAIL_WINDOW, self.offsets[b] - self.tail_tokens)
+        return min(start, self.ends[b])
+
+    def exact(self, b: int) -> list[int]:
+        """The positions of sequence b whose exact rows may be read. The last one has a row in any case."""
+        seen = 0 if self.window is None else max(0, self.offsets[b] + 1 - self.window)
+        held = {*range(min(self.tail_sinks, self.ends[b])), *range(self.tail_start(b), self.ends[b])}
+        return sorted({self.ends[b] - 1, *(position for position in held if position >= seen)})
+
+
+class ExactArrays(NamedTuple):
+    """The fields of :class:`kvant.operators.kernels.attend.ExactInput` in NumPy."""
+
+    rows: Array
+    pages: Array
+    spans: Array
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A case's arrays in NumPy. Rows that hold nothing are poison, in cache and scale, rotation and mask."""
+    """A case's arrays in NumPy. Rows that hold nothing are poison, in cache and scale, rotation and mask; and
+    those that an exact tail stands for.
+    """
 
     query: Array  # (B, H, S, D)
     cache: Array  # (1, B, 2, K, MaxS, D'), or a pool's (2, K, rows, D')
@@ -145,16 +179,18 @@ class Drawn:
     mask: Array | None
     sinks: Array | None
     split: BiasSplit | None
+    tail: ExactArrays | None
 
 
 def draw(case: KernelCase) -> Drawn:
     rng = np.random.default_rng(case.seed)
     spec, (B, K, T) = case.spec._replace(dtype="float32"), (case.batch, case.num_kv_heads, case.num_keys)
-    stored, scales = [], []
+    stored, scales, exact = [], [], []
     for width, bits in zip((case.head_dim, case.values), case.bits, strict=True):
         x = oracle.cast(
             rng.standard_normal((B, T, K, width)), "float32" if case.quant_bit else case.cache_dtype
         )
+        exact.append(oracle.cast(x, case.tail or "float16"))
         if case.quant_bit:
             x, scale = oracle.quantize(x, spec._replace(quant_bit=bits))
             scales.append(scale)
@@ -184,7 +220,31 @@ def draw(case: KernelCase) -> Drawn:
         mask=draw_mask(case, rng),
         sinks=rng.standard_normal(case.num_heads).astype(np.float32) if case.sinks else None,
         split=split,
+        tail=draw_tail(case, exact, rng) if case.tail else None,
     )
+
+
+def draw_tail(case: KernelCase, sides: Sequence[Array], rng: np.random.Generator) -> ExactArrays:
+    """The exact rows of keys and values (B, T, K, last)."""
+    B, K = case.batch, case.num_kv_heads
+    parts = np.stack(sides, axis=1) if case.head_dim == case.values else np.concatenate(sides, -1)[:, None]
+    num_sides, last = parts.shape[1], parts.shape[-1]
+    rows = poisoned((num_sides, K, (B + 2) * PAGE_SIZE, last), case.tail)
+    pages = np.full((B, 3), 1_000_000, np.int32)
+    pages[:, 0] = rng.permutation(B + 2)[:B]
+    spans = np.full((max(B, 2), 4), 1_000_000, np.int32)
+    for b, end in enumerate(case.ends):
+        positions = case.exact(b)
+        rows[:, :, exact_rows_at(case, pages, b)] = parts[b][:, positions].swapaxes(1, 2)
+        spans[b, :3] = min(case.tail_sinks, end), case.tail_start(b), end
+    return ExactArrays(rows, pages, spans)
+
+
+def exact_rows_at(case: KernelCase, pages: Array, b: int) -> list[int]:
+    """The rows of the positions that ``case.exact`` names."""
+    page = int(pages[b, 0]) * PAGE_SIZE
+    positions = case.exact(b)
+    return [page + (p if p < SINKS else SINKS + (p - SINKS) % RING) for p in positions]
 
 
 def rows_in(array: Array, pages: Array | None, b: int, rows: Iterable[int]) -> tuple[Array, Array]:
@@ -203,9 +263,9 @@ def place(case: KernelCase, sides: Sequence[Array], dtype: str, pages: Array | N
     pool = num_sides, K, (case.batch * (-(-case.num_keys // PAGE_SIZE)) + 2) * PAGE_SIZE, last
     array = poisoned((1, case.batch, num_sides, K, case.max_tokens, last) if pages is None else pool, dtype)
     for b in range(case.batch):
-        held = case.positions(b)
-        own, at = rows_in(array, pages, b, range(len(held)))
-        own[:, :, at] = parts[b][:, held].swapaxes(1, 2)
+        rows = case.readable(b) if case.tail else range(len(case.positions(b)))
+        own, at = rows_in(array, pages, b, rows)
+        own[:, :, at] = parts[b][:, [case.firsts[b] + row for row in rows]].swapaxes(1, 2)
     return array
 
 
@@ -242,14 +302,15 @@ def expected(case: KernelCase, drawn: Drawn) -> Array:
 @contextmanager
 def kernels_on_host(
     forbidden: Mapping[str, Array] | None = None,
+    exact_forbidden: Mapping[str, Array] | None = None,
     texts: Mapping[str, str] | None = None,
     orders: Sequence[int] = (FORWARD, REVERSE),
 ) -> Iterator[None]:
     """Launches are host runs of Metal's text, whose loops are not unrolled: that takes a compiler twice the
     time.
 
-    forbidden: for an input of the first pass, where it must not be read. texts: in place of a file's own, by
-        name.
+    forbidden: for an input of the first pass, where it must not be read; exact_forbidden: the same of its
+        launch for exact rows. texts: in place of a file's own, by name.
     """
 
     def plain(file: str) -> str:
@@ -257,8 +318,14 @@ def kernels_on_host(
         return re.sub(r"(#define KVANT_UNROLL\w*) .*", r"\1", own)
 
     def kernel(name: str, backend: str) -> Any:  # anew: the text may be another
-        unreadable = dict(forbidden or {}) if name == "attend" else {}
-        return on_host(make_kernel(name, "metal"), orders=orders, unreadable=unreadable)
+        def call(*, template: list[tuple[str, Any]], **given: Any) -> list[mx.array]:
+            of_exact_rows = name == "attend" and dict(template)["TAIL"] == 2
+            unreadable = exact_forbidden if of_exact_rows else forbidden
+            own = dict(unreadable or {}) if name == "attend" else {}
+            return on_host(made, orders=orders, unreadable=own)(template=template, **given)
+
+        made = make_kernel(name, "metal")
+        return call
 
     make_kernel, text = launch_module._kernel.__wrapped__, launch_module._text
     with pytest.MonkeyPatch.context() as patch:
@@ -269,7 +336,8 @@ def kernels_on_host(
 
 def run(case: KernelCase, drawn: Drawn, **how: Any) -> mx.array:
     """The kernel's output; how: texts and orders of kernels_on_host. Raises a HostError."""
-    with kernels_on_host(forbidden(case, drawn), **how), pytest.MonkeyPatch.context() as patch:
+    unreadable = forbidden(case, drawn), exact_forbidden(case, drawn)
+    with kernels_on_host(*unreadable, **how), pytest.MonkeyPatch.context() as patch:
         if case.splits is not None:
             patch.setattr(attend_module, "num_splits", lambda *_: case.splits)
         return attended(case, drawn)
@@ -296,9 +364,14 @@ def attended(case: KernelCase, drawn: Drawn) -> Any:
         first=None if drawn.pages is None else mx.array(case.firsts, mx.int32),
         rows=max(len(case.positions(b)) for b in range(case.batch)) if case.knows_rows else None,
         bias_split=drawn.split,
+        tail=None if drawn.tail is None else exact_input(case, drawn.tail),
         **{name: getattr(case, name) for name in names},
         **{name: None if x is None else mx.array(x) for name, x in given.items()},
     )
+
+
+def exact_input(case: KernelCase, arrays: ExactArrays) -> ExactInput:
+    return ExactInput(to_mx(arrays.rows, case.tail), mx.array(arrays.pages), mx.array(arrays.spans))
 
 
 def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
@@ -316,6 +389,22 @@ def forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
         own_mask = drawn.mask.ndim == 4 and len(drawn.mask) > 1
         counts = np.array([len(case.positions(b)) for b in range(case.batch)]).reshape(-1, 1, 1, 1)
         found["mask"] = np.arange(drawn.mask.shape[-1]) >= (counts if own_mask else counts.max())
+    return found
+
+
+def exact_forbidden(case: KernelCase, drawn: Drawn) -> dict[str, Array]:
+    """The same of the first pass over exact rows."""
+    if drawn.tail is None:
+        return {}
+    dead = np.ones((*drawn.tail.rows.shape[:-1], 1), bool)
+    for b in range(case.batch):
+        dead[:, :, exact_rows_at(case, drawn.tail.pages, b)] = False
+    unused = np.arange(4) == 3
+    found = {"cache": dead, "spans": unused | (np.arange(len(drawn.tail.spans)) >= case.batch)[:, None]}
+    if drawn.split is not None and drawn.split.pairs:
+        held = {position for b in range(case.batch) for position in case.exact(b)}
+        columns = range(drawn.split.rotation.shape[-1])
+        found["rotation"] = np.array([column not in held for column in columns])
     return found
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.exact_rows import ExactPages, ExactSpan
-from kvant.operators.kernels.attend import attend
+from kvant.operators.exact_rows import ExactPages, ExactSpan, ExactTail
+from kvant.operators.kernels.attend import ExactInput, attend
 from kvant.operators.kernels.launch import SMALL
 from kvant.operators.masks import alibi_slopes
 
@@ -81,18 +81,29 @@ def attend_fused(
     return attend(query, cache, scale, offset, slopes=slopes, **options)
 
 
-def attend_pages(query: mx.array, arrays: Sequence[mx.array], pages: StepPages, **options: Any) -> mx.array:
+def attend_pages(
+    query: mx.array,
+    arrays: Sequence[mx.array],
+    pages: StepPages,
+    *,
+    exact: ExactTail | None = None,
+    **options: Any,
+) -> mx.array:
     """Causal attention of S new tokens of each sequence to its pages, which hold them already.
 
     Args:
         query: (R, H, S, D), R >= B. Sequences past the B of ``pages`` are padding: their attention is 0.
         arrays: values (2, K, T, D'), and if they are quantized scales (2, K, T, D/G).
+        exact: of the same sequences, with pages for the kernel; they hold the new tokens too.
         options: of :func:`attend_fused`.
 
     Returns:
         (R, H, S, Dv) in the query's dtype.
     """
     options |= {"pages": pages.table, "first": pages.first, "rows": pages.rows, "window": pages.window}
+    if exact is not None:
+        assert exact.rows.pages is not None
+        options["tail"] = ExactInput(exact.arrays[0], exact.rows.pages.table, exact.rows.pages.spans)
     scale = arrays[1] if len(arrays) > 1 else None
     output = attend_fused(query[: pages.sequences], arrays[0], scale, pages.offset, **options)
     if (padding := len(query) - pages.sequences) > 0:

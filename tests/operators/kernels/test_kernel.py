@@ -92,6 +92,53 @@ def test_any_number_of_rows_and_heads(name: str) -> None:
     check(CASES[name])
 
 
+# Instances with an exact tail. A step of one to eight tokens, of one sequence and of three.
+TAIL = KernelCase(
+    ratio=2, num_kv_heads=1, quant_bit=4, layout="pages", tail="float16", knows_rows=True, seed=1
+)
+TAILS = {
+    "plain": TAIL,
+    "4 new tokens": replace(TAIL, new_tokens=4, dtype="float16"),
+    "8 new tokens": replace(TAIL, new_tokens=8, tail="bfloat16", dtype="bfloat16", knows_rows=False),
+    "one head": replace(TAIL, ratio=1, splits=1),
+    "no first tokens": replace(TAIL, new_tokens=4, tail_sinks=0, num_kv_heads=2),
+    "a partial tail": replace(TAIL, new_tokens=4, tail_tokens=20),
+    "no tail yet": replace(TAIL, new_tokens=2, tail_tokens=0, tail_sinks=0, sinks=True),
+    "a window": replace(TAIL, new_tokens=4, window=150),
+    "a narrow window": replace(TAIL, new_tokens=4, window=40, splits=2),
+    "a narrow window and a partial tail": replace(TAIL, new_tokens=8, window=60, tail_tokens=10, pairs=2),
+    "bias split": replace(TAIL, new_tokens=4, pairs=5, sinks=True, num_kv_heads=2),
+    "8-bit keys": replace(TAIL, quant_bit=8, value_bit=4, new_tokens=2, softcap=5.0),
+    "4-bit keys": replace(TAIL, value_bit=8, pairs=3, tail="bfloat16", head_dim=96),
+    "two widths": replace(TAIL, head_dim=192, value_dim=128, new_tokens=2),
+    "8 bits, two widths": replace(TAIL, quant_bit=8, head_dim=64, value_dim=128, new_tokens=4, pairs=2),
+    "14 queries": replace(TAIL, ratio=7, new_tokens=2, score_scale=0.3, backend="cuda"),
+}
+# Tokens before a step: about the first ones, a query's tail, the ring and pages.
+TAIL_OFFSETS = (0, 1, 2, 3, 4, 5, 60, 63, 99, 104, 106, 107, 108, 109, 111, 112, 119, 120, 123, 124, 125, 127)
+TAIL_OFFSETS += (128, 129, 131, 132, 190, 232, 248, 252, 300, 371, 500)
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_an_exact_tail_is_the_oracle_s(name: str) -> None:
+    """Quantized rows that the tail stands for are poison, and so are exact rows that no query sees."""
+    number = [*TAILS].index(name)
+    offsets = TAIL_OFFSETS[number % 4 :: 4] if count(True, False) else TAIL_OFFSETS
+    for i, offset in enumerate(offsets):
+        batch = (1, 3)[(i + number) % 2]
+        case = replace(TAILS[name], seed=offset, offset=offset, batch=batch, shorter=offset // 3)
+        try:
+            check(replace(case, max_tokens=case.num_keys))
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__} in {case}\n{error}") from error
+
+
+def test_exact_rows_are_read_at_every_length() -> None:
+    """Of sequences that grow token by token around the ring."""
+    for offset in range(*count((100, 260, 23), (0, 400, 1))):
+        check(replace(TAIL, seed=offset, offset=offset, max_tokens=offset + 1))
+
+
 def test_a_threadgroup_fits_metal() -> None:
     """All queries have a place; at most 256 threads; at most 32 KiB of bias weights and partial sums."""
     # or CASES' tiles would be one
@@ -198,16 +245,28 @@ def test_what_is_refused(
     assert unsupported_reason(shape, quant_bit=form[0], quant_group=form[1], value_dim=value_dim) == reason
 
 
-def test_a_sequence_s_numbers_do_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize("tail", ["", "float16"])
+def test_a_sequence_s_numbers_do_not_depend_on_the_others(tail: str) -> None:
     """Bitwise: alone, and beside a sequence that is longer."""
     case = KernelCase(
-        batch=2, offset=300, shorter=200, max_tokens=400, ratio=2, layout="pages", pairs=3, sinks=True
+        batch=2,
+        offset=300,
+        shorter=200,
+        max_tokens=400,
+        ratio=2,
+        layout="pages",
+        pairs=3,
+        sinks=True,
+        tail=tail,
     )
     drawn = draw(case)
     assert drawn.pages is not None
     both = run(case, drawn)
     for b in range(2):
         own = replace(drawn, query=drawn.query[b : b + 1], pages=drawn.pages[b : b + 1])
+        if drawn.tail is not None:
+            pages, spans = drawn.tail.pages[b : b + 1], drawn.tail.spans[[b, b]]
+            own = replace(own, tail=drawn.tail._replace(pages=pages, spans=spans))
         own_case = replace(case, batch=1, offset=case.offsets[b], shorter=0)
         assert mx.array_equal(run(own_case, own)[0], both[b]).item()
 

@@ -70,7 +70,7 @@ def test_it_is_the_macro_that_keeps_arrays_out_of_memory(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_text_for_both_languages(name: str) -> None:
     found = texts(SHAPES[name])
-    assert len(found) == (3 if SHAPES[name].bits else 2)
+    assert len(found) == (3 if SHAPES[name].bits else 2) + SHAPES[name].tail
     for text in found.values():
         assert "#define KVANT_DEVICE\n" in text
         for metal in ("as_type", "[[", "metal::", "device ", "thread "):

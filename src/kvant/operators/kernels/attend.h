@@ -14,6 +14,9 @@
 //   key_bias (K, 2, pairs) float, pairs (pairs,) int, rotation (2, pairs, columns) float, where BIAS,
 //     which is the number of floats that a threadgroup has for it
 //   slopes (H,) float, where ALIBI
+//   spans (B, 4) int, where TAIL: the sinks, start and end of each sequence's exact tail, and a number that is not read
+// TAIL 1: a sequence has an exact tail, and these are its quantized rows. TAIL 2: `cache` and `pages` are of its exact
+// rows, which have BITS 0. Both are causal and without MASK and ALIBI.
 // Outputs, float:
 //   partial (B, H, S, splits, VALUE_DIM): the sum of the values times exp(score - max_score); element e of all chunks
 //     together
@@ -78,7 +81,18 @@ const int head_queries = query_heads * new_tokens;
 const int start = offset[batch % offset_shape[0]];
 const int first_position = PAGE ? first[batch] : 0;
 const int window = WINDOW ? settings[KVANT_WINDOW] : 0;
-const KvantRows rows = KvantRows::of(start, new_tokens, first_position, window, settings[KVANT_SPLITS]);
+KvantTail tail = {};
+KvantRows rows;
+if (TAIL) {
+    tail = KvantTail::of(spans[batch * 4], spans[batch * 4 + 1], spans[batch * 4 + 2], start, window);
+}
+if (TAIL == 2) {
+    rows = KvantRows::between(0, KVANT_SINKS + KVANT_RING, KVANT_TAIL_SPLITS);
+} else if (TAIL == 1) {
+    rows = KvantRows::before_tail(tail, start, new_tokens, first_position, settings[KVANT_SPLITS]);
+} else {
+    rows = KvantRows::of(start, new_tokens, first_position, window, settings[KVANT_SPLITS]);
+}
 const int begin = rows.begin + split * rows.split_rows;
 const int end = min(begin + rows.split_rows, rows.held);
 if (begin >= end) {
@@ -155,7 +169,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     KVANT_UNROLL
     for (int u = 0; u < UNROLL; u++) {
         const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
-        const uint stored = uint(moved + min(max(row, rows.low), end - 1));
+        const uint stored = uint(moved + (TAIL == 2 ? kvant_row_read(row, tail) : min(max(row, rows.low), end - 1)));
         KVANT_UNROLL
         for (int part = 0; part < KEY_PARTS; part++) {
             const uint chunk = uint(min(lane_chunk + part * LANES, KEY_CHUNKS - 1));
@@ -193,7 +207,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     KVANT_UNROLL
     for (int u = 0; u < UNROLL; u++) {
         const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
-        const uint stored = uint(moved + min(max(row, rows.low), end - 1));
+        const uint stored = uint(moved + (TAIL == 2 ? kvant_row_read(row, tail) : min(max(row, rows.low), end - 1)));
         KVANT_UNROLL
         for (int part = 0; part < VALUE_PARTS; part++) {
             const uint chunk = uint(min(lane_chunk + part * LANES, VALUE_CHUNKS - 1));
@@ -211,7 +225,8 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
             const int row = base + (u * sharing + sharer) * LANE_GROUPS + lane_group;
             KVANT_ROLLED
             for (int p = lane_chunk; p < num_pairs; p += LANES) {
-                const int cosine = first_position + p * columns + min(max(row, rows.low), end - 1);
+                const int held = first_position + min(max(row, rows.low), end - 1);
+                const int cosine = p * columns + (TAIL == 2 ? kvant_position_read(row, tail) : held);
                 const float c = rotation[cosine];
                 const float s = rotation[cosine + num_pairs * columns];
                 KVANT_UNROLL
@@ -247,7 +262,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
     KVANT_UNROLL
     for (int n = 0; n < OWN; n++) {
         const int row = base + ((first_score + n) * sharing + sharer) * LANE_GROUPS + lane_group;
-        const int position = first_position + row;
+        const int position = TAIL == 2 ? kvant_exact_position(row, tail) : first_position + row;
         if (SOFTCAP) {
             const float grown = kvant_exp(2.0f / numbers[1] * score[n]);
             score[n] = numbers[1] - 2.0f * numbers[1] / (grown + 1.0f);  // the cap times tanh(score / cap)
@@ -255,6 +270,10 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         bool seen = row < end && position <= last_seen;
         if (WINDOW) {
             seen = seen && position > query_position - window;
+        }
+        if (TAIL) {
+            const bool exact = position < tail.sinks || position >= kvant_tail_start(query_position, tail);
+            seen = seen && exact == (TAIL == 2);
         }
         if (ALIBI) {
             score[n] += slopes[query_head] * float(position - query_position);

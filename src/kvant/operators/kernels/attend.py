@@ -1,14 +1,15 @@
 """Launches of the fused kernel: attention of a few new tokens to a cache, and the quantization of new tokens.
 
-Attention takes two launches. They read the cache's bytes and write no dequantized key or value.
+Attention takes two launches, and with an exact tail three. They read the cache's bytes and write no
+dequantized key or value.
 """
 
 from functools import cache as kept
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvant.operators.kernels.launch import SMALL, Backend, launch
+from kvant.operators.kernels.launch import INPUTS, SMALL, Backend, launch
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 GROUPS = (8, 16, 32, 64, 128)
@@ -25,7 +26,24 @@ SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
 # wanted: enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4)
 THREADGROUPS = 1024
 COMBINE_SIMDGROUPS = 8
+TAIL_SPLITS = 2  # of the one page of an exact tail
 THREAD_VALUES = 8  # that a thread quantizes
+
+
+class ExactInput(NamedTuple):
+    """The exact rows of B sequences (:mod:`kvant.operators.exact_rows`).
+
+    Attributes:
+        rows: floats (2, K, rows, D). Keys and values of different widths lie side by side: 1 in place of 2,
+            and D + Dv.
+        pages: (B, N) integers, the page of each sequence first.
+        spans: (B, 4) integers: how many first tokens are read, the position of the first row behind them, and
+            the position behind the last new token. The fourth number is not read, nor are rows past B.
+    """
+
+    rows: mx.array
+    pages: mx.array
+    spans: mx.array
 
 
 def attend(
@@ -51,6 +69,7 @@ def attend(
     pairs: tuple[int, ...] = (),
     rotation: mx.array | None = None,
     value_bias: mx.array | None = None,
+    tail: ExactInput | None = None,
     backend: Backend,
 ) -> mx.array:
     """Attention of S new tokens that the cache already holds. Unchecked: see :func:`unsupported_reason`.
@@ -75,6 +94,8 @@ def attend(
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
         rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`.
+        tail: with ``pages``, and without a mask and ALiBi: the sequences' exact rows, which hold the new
+            tokens already. They are read in place of the quantized ones.
 
     Returns:
         (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's
@@ -96,46 +117,60 @@ def attend(
     nothing = _constant((0.0,), mx.float32)
     no_index = _constant((0,), mx.int32)
     first = no_index if first is None else first
-    partial = ((B, H, S, splits, Dv), mx.float32)
-    statistic = ((B, H, S, splits), mx.float32)
-    results = launch(
-        "attend",
-        backend,
-        [
-            query,
-            cache,
-            nothing if scale is None else scale,
-            offset,
-            _constant(((0,),), mx.int32) if pages is None else pages,
-            first,
-            _constant(settings, mx.int32),
-            _constant((D**-0.5 if score_scale is None else score_scale, softcap), mx.float32),
-            _constant(((((0.0,),),),), mx.float32) if mask is None else _added(mask, S),
-            key_bias if key_bias is not None and pairs else nothing,
-            _constant(pairs or (0,), mx.int32),
-            rotation if rotation is not None and pairs else _constant((((0.0,),),), mx.float32),
-            _constant(slopes, mx.float32) if slopes else nothing,
-        ],
-        template={
-            "DIM": D,
-            "VALUE_DIM": Dv,
-            "T": query.dtype,
-            "C": cache.dtype,
-            "BITS": quant_bit,
-            "VALUE_BITS": value_bit or quant_bit,
-            "GROUP": quant_group if quant_bit else 8,
-            "QUERIES": queries,
-            "PAGE": 0 if pages is None else PAGE_SIZE,
-            "BIAS": BIAS_WEIGHTS if pairs else 0,
-            "ALIBI": bool(slopes),
-            "MASK": mask is not None,
-            "WINDOW": window is not None,
-            "SOFTCAP": softcap != 0.0,
-        },
-        grid=(K * query_tiles, B, splits),
-        threads=32 * simdgroups * query_groups,
-        outputs=[partial, statistic, statistic],
-    )
+    empty = _constant(((((0.0,),),),), mx.float32)
+    inputs = {
+        "query": query,
+        "cache": cache,
+        "scale": nothing if scale is None else scale,
+        "offset": offset,
+        "pages": _constant(((0,),), mx.int32) if pages is None else pages,
+        "first": first,
+        "settings": _constant(settings, mx.int32),
+        "numbers": _constant((D**-0.5 if score_scale is None else score_scale, softcap), mx.float32),
+        "mask": empty if mask is None else _added(mask, S),
+        "key_bias": key_bias if key_bias is not None and pairs else nothing,
+        "pairs": _constant(pairs or (0,), mx.int32),
+        "rotation": rotation if rotation is not None and pairs else _constant((((0.0,),),), mx.float32),
+        "slopes": _constant(slopes, mx.float32) if slopes else nothing,
+        "spans": no_index if tail is None else tail.spans,
+    }
+    template = {
+        "DIM": D,
+        "VALUE_DIM": Dv,
+        "T": query.dtype,
+        "C": cache.dtype,
+        "BITS": quant_bit,
+        "VALUE_BITS": value_bit or quant_bit,
+        "GROUP": quant_group if quant_bit else 8,
+        "QUERIES": queries,
+        "PAGE": 0 if pages is None else PAGE_SIZE,
+        "BIAS": BIAS_WEIGHTS if pairs else 0,
+        "ALIBI": bool(slopes),
+        "MASK": mask is not None,
+        "WINDOW": window is not None,
+        "SOFTCAP": softcap != 0.0,
+        "TAIL": 0 if tail is None else 1,
+    }
+
+    def first_pass(changed: dict[str, mx.array], constants: dict[str, Any], splits: int) -> list[mx.array]:
+        statistic = ((B, H, S, splits), mx.float32)
+        return launch(
+            "attend",
+            backend,
+            [(inputs | changed)[name] for name in INPUTS["attend"]],
+            template=template | constants,
+            grid=(K * query_tiles, B, splits),
+            threads=32 * simdgroups * query_groups,
+            outputs=[((B, H, S, splits, Dv), mx.float32), statistic, statistic],
+        )
+
+    results = first_pass({}, {}, splits)
+    tail_results = [empty, nothing, nothing]
+    if tail is not None:
+        of_tail = {"cache": tail.rows, "scale": nothing, "pages": tail.pages}
+        floats = {"C": tail.rows.dtype, "BITS": 0, "VALUE_BITS": 0, "GROUP": 8, "TAIL": 2}
+        tail_results = first_pass(of_tail, floats, max(TAIL_SPLITS, -(-SMALL // (B * H * S))))
+        splits += TAIL_SPLITS
     (output,) = launch(
         "combine",
         backend,
@@ -146,8 +181,15 @@ def attend(
             _constant(settings, mx.int32),
             _constant((float("-inf"),) * SMALL, mx.float32) if sinks is None else sinks,
             _constant(((0.0,) * SMALL,), mx.float32) if value_bias is None else value_bias,
+            *tail_results,
+            inputs["spans"],
         ],
-        template={"T": query.dtype, "DIM": Dv, "MAX_SIMDGROUPS": COMBINE_SIMDGROUPS},
+        template={
+            "T": query.dtype,
+            "DIM": Dv,
+            "MAX_SIMDGROUPS": COMBINE_SIMDGROUPS,
+            "TAIL": tail is not None,
+        },
         grid=(B * H * S, 1, 1),
         threads=32 * min(splits, COMBINE_SIMDGROUPS),
         outputs=[((B, H, S, Dv), query.dtype)],

@@ -2,6 +2,8 @@
 //
 // Inputs: partial (B, H, S, splits, DIM), sums, max_scores (B, H, S, splits), and offset, first, settings of the first
 // pass; sinks (H,), scores that add nothing, or minus infinity (1,); value_bias (K, DIM) float or zero (1, 1).
+// Where TAIL, partial is of quantized rows, and tail_partial, tail_sums and tail_max_scores are those of exact rows; spans
+// as in the first pass.
 // Output: out (B, H, S, DIM) T.
 
 constexpr int PARTS = (DIM + 31) / 32;  // elements of a lane
@@ -17,15 +19,30 @@ const int heads = partial_shape[1];
 const int new_tokens = partial_shape[2];
 const int head = query / new_tokens % heads;
 const int batch = query / new_tokens / heads;
-const KvantRows rows = KvantRows::of(
-    offset[batch % offset_shape[0]], new_tokens, first[batch % first_shape[0]], settings[KVANT_WINDOW],
-    settings[KVANT_SPLITS]);
+const int start = offset[batch % offset_shape[0]];
+const int first_position = first[batch % first_shape[0]];
+const int window = settings[KVANT_WINDOW];
+KvantRows rows;
+if (TAIL) {
+    const KvantTail tail =
+        KvantTail::of(spans[batch * 4], spans[batch * 4 + 1], spans[batch * 4 + 2], start, window);
+    rows = KvantRows::before_tail(tail, start, new_tokens, first_position, settings[KVANT_SPLITS]);
+} else {
+    rows = KvantRows::of(start, new_tokens, first_position, window, settings[KVANT_SPLITS]);
+}
 const size_t first_split = size_t(query) * partial_shape[3];
+const size_t first_tail_split = size_t(query) * tail_partial_shape[3];
 
 const float sink = float(sinks[head % sinks_shape[0]]);
 float top = max(-3.402823466e+38f, sink);
 for (int split = lane; split < rows.used; split += 32) {
     top = max(top, max_scores[first_split + split]);
+}
+if (TAIL) {
+    KVANT_UNROLL
+    for (int split = 0; split < KVANT_TAIL_SPLITS; split++) {
+        top = max(top, tail_max_scores[first_tail_split + split]);
+    }
 }
 KVANT_UNROLL
 for (int other = 16; other > 0; other /= 2) {
@@ -45,6 +62,19 @@ for (int split = simdgroup_index; split < rows.used; split += simdgroups) {
     for (int part = 0; part < PARTS; part++) {
         const int element = min(part * 32 + lane, DIM - 1);
         o[part] += weight * partial[(first_split + split) * DIM + element];
+    }
+}
+if (TAIL) {
+    // The simdgroups that have fewest of the others take these.
+    for (int split = (simdgroup_index + simdgroups - rows.used % simdgroups) % simdgroups; split < KVANT_TAIL_SPLITS;
+         split += simdgroups) {
+        const float weight = kvant_exp(tail_max_scores[first_tail_split + split] - top);
+        sum += weight * tail_sums[first_tail_split + split];
+        KVANT_UNROLL
+        for (int part = 0; part < PARTS; part++) {
+            const int element = min(part * 32 + lane, DIM - 1);
+            o[part] += weight * tail_partial[(first_tail_split + split) * DIM + element];
+        }
     }
 }
 KVANT_UNROLL

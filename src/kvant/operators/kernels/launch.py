@@ -12,9 +12,12 @@ Kernel = Callable[..., list[mx.array]]
 INPUTS = {
     "attend": (
         *("query", "cache", "scale", "offset", "pages", "first", "settings", "numbers"),
-        *("mask", "key_bias", "pairs", "rotation", "slopes"),
+        *("mask", "key_bias", "pairs", "rotation", "slopes", "spans"),
     ),
-    "combine": ("partial", "sums", "max_scores", "offset", "first", "settings", "sinks", "value_bias"),
+    "combine": (
+        *("partial", "sums", "max_scores", "offset", "first", "settings", "sinks", "value_bias"),
+        *("tail_partial", "tail_sums", "tail_max_scores", "spans"),
+    ),
     "append": ("key", "value"),
 }
 SMALL = 8  # elements. MLX hands smaller inputs to Metal's kernels as constants, in another text
