@@ -202,7 +202,8 @@ def attend_each_exactly(
         keys, values = keys_and_values([tail], D)
         start = exact.rows.starts[b]
         positions = [*range(exact.rows.sinks[b]), *range(start, end)]
-        if first < last:
+        is_mixed = first < last
+        if is_mixed:
             own = cut_runs(rows.runs[b], first - rows.first[b], last - rows.first[b])
             behind = rows.ends(b)  # position of the first token that waits
             late = [x[:, :, max(0, first - behind) : max(0, last - behind)] for x in waiting]
@@ -216,7 +217,7 @@ def attend_each_exactly(
         else:
             last = first
         options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
-        if keys.shape[2] == end and mask is None and rows.window is None:  # every token once, in order
+        if not is_mixed and keys.shape[2] == end and mask is None and rows.window is None:  # all, in order
             outputs.append(attend_tokens(query[b : b + 1], keys, values, **options))
             continue
         column = mx.array([*positions, *range(first, last)], mx.int32)
