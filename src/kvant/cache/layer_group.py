@@ -351,5 +351,6 @@ def kernel_of(
         sinks=may_have_sinks,
         window=None if own.kind == "chunks" else own.window,
         value_bit=own.value_bits,
+        tail_dtype=DTYPES[own.tail_dtype] if own.tail_dtype else None,
     )
     return use, resolve(kernels, use.unsupported_reason, [use])

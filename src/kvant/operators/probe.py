@@ -17,11 +17,15 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
+from kvant.operators.exact_attention import attend_each_exactly
+from kvant.operators.exact_rows import RING, SINKS, TAIL_ROWS, ExactRows, ExactSpan, ExactTail
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE, threadgroup_shape, unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
-from kvant.operators.paged_kernel import attend_fused, attend_pages, step_pages
+from kvant.operators.paged_kernel import attend_fused, attend_pages, exact_pages, step_pages
+from kvant.operators.paged_rows import PagedRows
 from kvant.operators.quantization import quantized_dtype
+from kvant.operators.row_runs import put_rows
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens, stored_tokens
 
 KV_HEADS = 4
@@ -51,6 +55,8 @@ class KernelUse:
         paged: whether rows are in pages. A PMX operator's are not.
         window: tokens that a query sees, its own included; None: all.
         is_alibi: whether ALiBi is added.
+        tail_dtype: of the rows of an exact tail; None: the layer has none. One that has is paged, without a
+            mask and ALiBi.
     """
 
     head_dim: int
@@ -68,6 +74,7 @@ class KernelUse:
     window: int | None = None
     is_alibi: bool = False
     value_bit: int = 0
+    tail_dtype: mx.Dtype | None = None
 
     @property
     def bits(self) -> dict[str, Any]:
@@ -93,6 +100,7 @@ class KernelUse:
         kind = f"{bits} bits g{self.quant_group}" if self.quant_bit else "floats"
         has_split, has_window = self.pairs is not None, self.window is not None
         extras = {"bias split": has_split, "mask": self.mask, "window": has_window, "ALiBi": self.is_alibi}
+        extras |= {"exact tail": self.tail_dtype is not None}
         dtype = str(self.dtype).removeprefix("mlx.core.")
         named = [name for name, on in (extras | {"no pages": not self.paged}).items() if on]
         return ", ".join([f"heads of {self.head_dim}{values}", kind, dtype, *named])
@@ -138,7 +146,8 @@ def probe_calls(use: KernelUse, backend: Backend) -> list[Call]:
 def num_instances(use: KernelUse, backend: Backend, calls: Sequence[Call]) -> int:
     """The instances of the kernels that MLX compiles for calls, which store what they attend to."""
     attends = {_shape(use, backend, call.heads * call.new_tokens)[-1] for call in calls}
-    return len(attends) + len({call.sinks for call in calls}) + (use.quant_bit > 0)
+    passes = 1 if use.tail_dtype is None else 2  # exact rows take another instance
+    return passes * len(attends) + len({call.sinks for call in calls}) + (use.quant_bit > 0)
 
 
 def _heads(use: KernelUse) -> Sequence[int]:
@@ -197,7 +206,12 @@ class Trial:
             self.past = self._empty(R)
             stored = self.stores(past_key, past_value, self.past, **self.form)
             self._write(self.past, stored, 0)
-            mx.eval(self.query, self.key, self.value, self.past, self.sinks, self.mask)
+            # Of the first sequence all exact rows are there, of the other one a few of the last tokens.
+            self.tails = [ExactSpan(2), ExactSpan(0, sinks=0, start=self.spans[-1][1] - TAIL_ROWS // 4)]
+            self.exact_rows: list[mx.array] = []
+            if use.tail_dtype is not None:
+                self.exact_rows = [self._past_exact_rows(past_key, past_value, use.tail_dtype)]
+            mx.eval(self.query, self.key, self.value, self.past, self.exact_rows, self.sinks, self.mask)
 
     def agreement(self, backend: Backend, new_tokens: int, *, sinks: bool = False) -> Agreement:
         """Run the kernels, and compare what they store and give with what the unfused operators do on the
@@ -240,6 +254,7 @@ class Trial:
         starts, offsets = zip(*self.spans, strict=True)
         if self.use.paged:
             rows = max(len(self._places(b, S)) for b in range(len(self.spans)))
+            options["exact"] = self._exact_tail(S) if self.exact_rows else None
             return attend_pages(
                 query, arrays, step_pages(self.pages, starts, offsets, rows, self.window), **options
             )
@@ -249,6 +264,22 @@ class Trial:
 
     def _unfused(self, arrays: list[mx.array], b: int, S: int, sinks: bool) -> mx.array:
         use, (_, H, _, D), places, first = self.use, self.query.shape, self._places(b, S), self.spans[b][0]
+        query, own = self.query[b : b + 1, :, :S].astype(mx.float32), self.sinks[:H] if sinks else None
+        if self.exact_rows:
+            runs = [[(place, place + 1) for place in places]]
+            (output,) = attend_each_exactly(
+                query,
+                arrays,
+                PagedRows([], runs, [first], self.window),
+                self._exact_tail(S).only(slice(b, b + 1)),
+                (),
+                **use.bits,
+                dtype=mx.float32,
+                mask=None,
+                bias_split=self.split,
+                sinks=own,
+            )
+            return output
         stored = [array[:, :, mx.array(places)][None] for array in arrays]
         tokens = float_tokens(stored, **use.bits, dtype=mx.float32, key_dim=D)
         T = len(places)
@@ -256,7 +287,6 @@ class Trial:
         if self.mask is not None:
             mask = mask & self.mask[:S, :T]
         split = None if self.split is None else replace(self.split, rotation=self.split.rotation[..., first:])
-        query, own = self.query[b : b + 1, :, :S].astype(mx.float32), self.sinks[:H] if sinks else None
         return attend_tokens(query, *tokens, is_alibi=use.is_alibi, mask=mask, bias_split=split, sinks=own)
 
     def _stored_problem(self, new: Sequence[mx.array], expected: Sequence[mx.array]) -> str | None:
@@ -287,6 +317,37 @@ class Trial:
         )
         arrays[-1] = mx.full(arrays[-1].shape, math.nan, arrays[-1].dtype)
         return arrays
+
+    def _past_exact_rows(self, key: mx.array, value: mx.array, dtype: mx.Dtype) -> mx.array:
+        """The exact rows of past tokens (B, K, R, D); those that hold none are NaN."""
+        like = mx.zeros(0, dtype)
+        tokens = self._exact_tokens(key, value, like)
+        rows = mx.full((*tokens.shape[1:3], 3 * TAIL_ROWS, tokens.shape[4]), math.nan, dtype)
+        for span, (first, offset), own in zip(self.tails, self.spans, tokens, strict=True):
+            for start, end in ((0, span.sinks), (max(span.start, offset - RING + SINKS), offset)):
+                # Tokens before the first page are any.
+                numbers = mx.array([(position - first) % ROWS for position in range(start, end)], mx.int32)
+                put_rows(rows, own[:, :, numbers], span.runs(start, end))
+        return rows
+
+    def _exact_tokens(self, key: mx.array, value: mx.array, like: mx.array) -> mx.array:
+        """Tokens (B, K, S, D) as exact rows: (B, 2, K, S, D)."""
+        return fitted_tokens(key, value, [like], quant_bit=0, quant_group=0)[0]
+
+    def _exact_tail(self, S: int) -> ExactTail:
+        """The exact rows of a step of S new tokens, which are written to a copy."""
+        rows = mx.array(self.exact_rows[0])
+        new = self._exact_tokens(self.key[:, :, :S], self.value[:, :, :S], rows)
+        ends = [offset + S for _, offset in self.spans]
+        starts, runs = [], []
+        for span, end, own in zip(self.tails, ends, new, strict=True):
+            put_rows(rows, own, span.runs(end - S, end))
+            start, read = span.read(end - S, end)
+            starts.append(start)
+            runs.append(read)
+        sinks = [span.sinks for span in self.tails]
+        pages = exact_pages(self.tails, sinks, starts, ends)
+        return ExactTail(ExactRows(None, runs, sinks, starts, ends, pages), [rows])
 
     def _places(self, b: int, S: int) -> list[int]:
         """The rows of sequence b's tokens, S new ones included, in the order of positions."""

@@ -1,4 +1,4 @@
-"""Twenty small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers
+"""Forty small mistakes in the kernels' text, each of a kind of its own: the host's checks or the numbers
 catch it.
 
 A third is tried, all of them in the long run, which a change to a kernel needs. The host does not see that a
@@ -48,7 +48,36 @@ SEVEN = KernelCase(ratio=7, head_dim=64, offset=100, max_tokens=110, batch=2, pa
 # Keys and values beside each other.
 BESIDE = KernelCase(ratio=2, head_dim=192, value_dim=128, offset=70, max_tokens=75, batch=2, splits=2)
 APART = replace(ALONE, value_bit=4)  # keys of 8 bits
-CASES = [ALONE, EMPTY, RAGGED, MASKED, NIBBLES, PAGES, WIDE, WINDOW, SEVEN, BESIDE, APART]
+# An exact tail whose ring has turned, of sequences of 302 and 202 tokens; one without the first tokens; and one of
+# sequences that have no quantized row left to read.
+EXACT = replace(
+    PAGES,
+    quant_bit=4,
+    quant_group=16,
+    new_tokens=2,
+    max_tokens=302,
+    splits=4,
+    tail="float16",
+    knows_rows=True,
+)
+LATE = replace(EXACT, tail_sinks=0)
+ALL_EXACT = replace(EXACT, offset=70, shorter=30, max_tokens=72)
+CASES = [
+    ALONE,
+    EMPTY,
+    RAGGED,
+    MASKED,
+    NIBBLES,
+    PAGES,
+    WIDE,
+    WINDOW,
+    SEVEN,
+    BESIDE,
+    APART,
+    EXACT,
+    LATE,
+    ALL_EXACT,
+]
 
 
 Check = Callable[..., Any]
@@ -145,6 +174,30 @@ MUTANTS = [
     Mutant("the keys' groups for values", APART, NUMBERS, "(BESIDE ? DIM : 0) + chunk", "chunk"),
     Mutant("bits that are swapped", quantized(mx.float32, 8, value_bit=4, fit=True), f"{NUMBERS}|{OUTSIDE}",
            "of_value ? VALUE_BITS : BITS", "of_value ? BITS : VALUE_BITS", "append.h"),
+    Mutant("a quantized row that the tail stands for", EXACT, OUTSIDE,
+           "min(start + new_tokens, kvant_tail_start(start + new_tokens - 1, tail)) - "
+           "first", "start + new_tokens - first", "rows.h"),
+    Mutant("quantized first tokens", EXACT, OUTSIDE,
+           "max(max(tail.first_seen, tail.sinks) - first, 0)", "max(tail.first_seen - first, 0)", "rows.h"),
+    Mutant("splits of rows that none is left of", ALL_EXACT, NUMBERS,
+           "rows.used = held > low ? rows.used : 0;", "", "rows.h"),
+    Mutant("the tail of the first query for all", EXACT, NUMBERS,
+           "kvant_tail_start(query_position, tail)", "kvant_tail_start(start, tail)"),
+    Mutant("exact rows alone", EXACT, NUMBERS, "exact == (TAIL == 2)", "exact"),
+    Mutant("a row of the ring's last turn", EXACT, f"{NUMBERS}|{OUTSIDE}",
+           "row > tail.last_row ? KVANT_RING", "row >= tail.last_row ? KVANT_RING", "rows.h"),
+    Mutant("an exact row that no query sees", EXACT, OUTSIDE,
+           "kvant_exact_position(row, tail) ? row : tail.last_row", "kvant_exact_position(row, tail) ? "
+                                                                    "row : row", "rows.h"),
+    Mutant("first tokens that are not there", LATE, OUTSIDE,
+           "(position < tail.sinks ||", "(position < KVANT_SINKS ||", "rows.h"),
+    Mutant("another sequence's tail", EXACT, f"{NUMBERS}|{OUTSIDE}", "spans[batch * 4 + 2]", "spans[2]"),
+    Mutant("an exact row's number for its position", EXACT, f"{NUMBERS}|{OUTSIDE}",
+           "(TAIL == 2 ? kvant_position_read(row, tail) : held)", "held"),
+    Mutant("one split of two", EXACT, NUMBERS,
+           "% simdgroups; split < KVANT_TAIL_SPLITS;", "% simdgroups; split < 1;", "combine.h"),
+    Mutant("another query's exact rows", EXACT, NUMBERS,
+           "size_t(query) * tail_partial_shape[3]", "size_t(0)", "combine.h"),
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from kvant.operators.kernels import attend, launch
 from kvant.operators.kernels.attend import threadgroup_shape
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
+from kvant.operators.quantization import quantized_dtype
 
 pytestmark = host_pytest_skip
 
@@ -72,11 +73,21 @@ def _backend(
     heads: int | None = None,
     sinks: bool = False,
     kernels: str | None = None,
+    tail: str = "",
 ) -> str | None:
     """What runs the kernel for a layer of 2 kv heads."""
     stored = stored_dtype(bits) if bits else DTYPE_NAMES[dtype]
     own = LayerFormat(
-        kind, 2, dim, dim, bits, group if bits else 0, stored, scale if bits else "", window=window
+        kind,
+        2,
+        dim,
+        dim,
+        bits,
+        group if bits else 0,
+        stored,
+        scale if bits else "",
+        window=window,
+        tail_dtype=tail,
     )
     return kernel_of(own, kernels, dtype, heads, sinks)[1]
 
@@ -124,14 +135,15 @@ def test_the_trials_make_every_instance_of_1_to_8_tokens(
 ) -> None:
     """And every number of simdgroups that share rows, and of their threads the most."""
     for heads, dim in ((1, 64), (2, 256), (4, 128), (6, 128), (7, 64), (8, 64), (16, 96), (71, 64), (2, 512)):
-        use = KernelUse(dim, dim, mx.bfloat16, bits, 32, heads=heads, sinks=sinks)
+        tail = mx.bfloat16 if bits and heads in (4, 7) else None
+        use = KernelUse(dim, dim, mx.bfloat16, bits, 32, heads=heads, sinks=sinks, tail_dtype=tail)
         launched.clear()
         assert probe.probe_failure(use, backend) is None
         shapes = [threadgroup_shape(heads * S, 0, backend, dim) for S in range(1, 9)]
         assert launched.of("attend", "QUERIES") == {(shape[3],) for shape in shapes}
         most = max(groups * simdgroups for _, groups, simdgroups, _ in shapes)
         assert max(launched.of("attend", "threads")) == (32 * most,)
-        assert len([name for name, _ in launched if name == "attend"]) <= 6
+        assert len([name for name, _ in launched if name == "attend"]) <= (6 if tail is None else 12)
         made = {
             (name, *((key, seen[key]) for key in sorted(seen) if key not in ("grid", "threads")))
             for name, seen in launched
@@ -148,6 +160,18 @@ def test_it_is_tried_in_the_format_of_the_cache(
     assert launched.of("attend", "DIM", "T", "BITS", "MASK") == {(128, dtype, bits, False)}
     appended = {(dtype, mx.float32, bits, group)} if bits else set()
     assert launched.of("append", "T", "SCALE", "BITS", "GROUP") == appended
+
+
+def test_an_exact_tail_is_tried_too(launched: Launches) -> None:
+    for bits, tail in ((8, ""), (4, "F16"), (4, "BF16")):
+        launched.clear()
+        assert _backend(bits, tail=tail, heads=8) == "metal"
+        dtype = {"": None, "F16": mx.float16, "BF16": mx.bfloat16}[tail]
+        exact = {(0, 2, dtype)} if tail else set()
+        found = launched.of("attend", "BITS", "TAIL", "C")
+        assert found == {(bits, int(bool(tail)), quantized_dtype(bits)), *exact}
+        assert launched.of("combine", "TAIL", "tail_sums small") == {(bool(tail), not tail)}
+        assert launched.of("attend", "spans small") == {(not tail,)}
 
 
 def test_windows_pages_bias_splits_and_sinks_are_tried_too(launched: Launches) -> None:
@@ -256,6 +280,12 @@ USES = {
     "ALiBi": replace(PLAIN, paged=False, is_alibi=True),
     "two widths": replace(PLAIN, value_dim=128),
     "8 and 4 bits": replace(PLAIN, value_bit=4),
+    "an exact tail": replace(PLAIN, quant_bit=4, tail_dtype=mx.float16),
+    "an exact tail, window, bias split": replace(
+        PLAIN, quant_bit=4, value_bit=8, tail_dtype=mx.bfloat16, dtype=mx.bfloat16, window=120, pairs=2
+    ),
+    "an exact tail, bias split": replace(PLAIN, quant_bit=4, tail_dtype=mx.float16, pairs=3),
+    "an exact tail, two widths": replace(PLAIN, value_dim=128, tail_dtype=mx.float16, sinks=True),
     "two widths, 4 and 8 bits": replace(PLAIN, value_dim=128, quant_bit=4, value_bit=8, pairs=3),
 }
 Change = Callable[[mx.array], mx.array]
@@ -298,6 +328,12 @@ def test_the_kernel_itself_is_right_on_the_host(name: str) -> None:
         ("sinks", "sinks", _plus(1)),
         ("mask", "mask", _rolled),
         ("ALiBi", "slopes", _times(1.05)),
+        ("an exact tail", "spans", _plus([1, 0, 0, 0])),
+        ("an exact tail", "spans", _plus([0, 5, 0, 0])),
+        ("an exact tail", "spans", _plus([0, 0, 1, 0])),
+        ("an exact tail", "tail_sums", _times(1.05)),
+        ("an exact tail", "tail_partial", _times(1.05)),
+        ("an exact tail", "tail_max_scores", _plus(0.1)),
         ("plain", "combine", _times(1.02)),
         ("plain", "combine", _times(float("nan"))),
         ("plain", "append", lambda x: x ^ 0x02020202),
