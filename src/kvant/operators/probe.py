@@ -18,7 +18,7 @@ import mlx.core as mx
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.exact_attention import attend_each_exactly
-from kvant.operators.exact_rows import RING, SINKS, TAIL_ROWS, ExactRows, ExactSpan, ExactTail
+from kvant.operators.exact_rows import TAIL_ROWS, TAIL_WINDOW, ExactRows, ExactSpan, ExactTail
 from kvant.operators.kernels.attend import MAX_NEW_TOKENS, PAGE_SIZE, threadgroup_shape, unsupported_reason
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.masks import window_mask
@@ -324,7 +324,7 @@ class Trial:
         tokens = self._exact_tokens(key, value, like)
         rows = mx.full((*tokens.shape[1:3], 3 * TAIL_ROWS, tokens.shape[4]), math.nan, dtype)
         for span, (first, offset), own in zip(self.tails, self.spans, tokens, strict=True):
-            for start, end in ((0, span.sinks), (max(span.start, offset - RING + SINKS), offset)):
+            for start, end in ((0, span.sinks), (max(span.start, offset + 1 - TAIL_WINDOW), offset)):
                 # Tokens before the first page are any.
                 numbers = mx.array([(position - first) % ROWS for position in range(start, end)], mx.int32)
                 put_rows(rows, own[:, :, numbers], span.runs(start, end))

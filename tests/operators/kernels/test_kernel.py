@@ -123,7 +123,7 @@ TAIL_OFFSETS += (128, 129, 131, 132, 190, 232, 248, 252, 300, 371, 500)
 def test_an_exact_tail_is_the_oracle_s(name: str) -> None:
     """Quantized rows that the tail stands for are poison, and so are exact rows that no query sees."""
     number = [*TAILS].index(name)
-    offsets = TAIL_OFFSETS[number % 4 :: 4] if count(True, False) else TAIL_OFFSETS
+    offsets = count(TAIL_OFFSETS[number % 8 :: 8], TAIL_OFFSETS)
     for i, offset in enumerate(offsets):
         batch = (1, 3)[(i + number) % 2]
         case = replace(TAILS[name], seed=offset, offset=offset, batch=batch, shorter=offset // 3)

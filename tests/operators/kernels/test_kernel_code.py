@@ -20,6 +20,7 @@ from kvant.operators.kernels.attend import HEAD_DIMS
 
 EVERYTHING = Shape(12, 2, 96, 4, S=3, pairs=5, paged=True, window=64, softcap=30.0, alibi=True, mask=True)
 NARROW = [SHAPES["Qwen2.5-7B 28/4/128, int8"], SHAPES["64/8/256, int4"], EVERYTHING]
+NARROW += [SHAPES["Qwen2.5-0.5B 14/2/64, int4, 8 pairs, exact tail"]]
 # query heads and new tokens: 1, 2 and 4 queries of a simdgroup, and groups
 QUERIES = [(1, 1), (2, 1), (14, 1)]
 WIDE = [
@@ -29,6 +30,7 @@ WIDE = [
     *(Shape(16, 1, D, bits, Dv=Dv) for D, Dv, bits in product(HEAD_DIMS, HEAD_DIMS, (8, 0)) if Dv != D),
 ]
 CUDA = [SHAPES[name] for name in ("Qwen3-4B 32/8/128, int4", "Gemma 4 8/1/512, int4, pages")]
+CUDA += [SHAPES["16/1/192, values 128, int4, window, exact tail"]]
 # several query groups, several new tokens, every option
 GROUPS = replace(EVERYTHING, H=14, bits=8, sinks=True)
 
@@ -39,7 +41,9 @@ def metal_calls(shape: Shape) -> dict[str, KernelCall]:
 
     def kernel(name: str, backend: launch.Backend) -> Callable[..., list[mx.array]]:
         def record(*, inputs: list[mx.array], stream: Any, **given: Any) -> list[mx.array]:
-            found[name] = kernel_call(make(name, "metal"), inputs, **given)
+            tail = int(dict(given["template"]).get("TAIL", 0))
+            label = f"{name}, tail {tail}" if tail else name
+            found[label] = kernel_call(make(name, "metal"), inputs, **given)
             return [
                 mx.zeros(*kind) for kind in zip(given["output_shapes"], given["output_dtypes"], strict=True)
             ]
@@ -54,7 +58,9 @@ def metal_calls(shape: Shape) -> dict[str, KernelCall]:
 @pytest.mark.parametrize("shape", count(NARROW, WIDE), ids=str)
 def test_no_array_is_in_memory(shape: Shape) -> None:
     """An `alloca` after optimization is memory of a thread, many times slower than registers."""
-    for name, call in metal_calls(shape).items():
+    calls = metal_calls(shape)
+    assert len(calls) == (3 if shape.bits else 2) + shape.tail
+    for name, call in calls.items():
         for level in count(("-O2",), ("-O1", "-O2", "-O3")):
             assert allocas(call, (level,)) == [], (name, level)
 
@@ -103,7 +109,7 @@ def test_what_counts_over_heads_and_sequences_has_64_bits(name: str) -> None:
     text = launch._code(f"{name}.h")
     wide = {
         "attend": ("first_key", "first_value", "first_out", "out"),
-        "combine": ("first_split",),
+        "combine": ("first_split", "first_tail_split"),
         "append": ("source", "stored"),
     }
     for index in wide[name]:

@@ -17,9 +17,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model as load_mlx_lm
 
 import kvant
+from kvant.cache.exact_tail import place_exact
 from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.models import load_decoder
 from kvant.operators import exponential, key_transform
+from kvant.operators.exact_rows import TAIL_ROWS, ExactSpan
 from kvant.operators.kernels import launch as launch_module
 from kvant.operators.paged_attention import multi_head_cache_attention
 from kvant.operators.paged_kernel import step_pages
@@ -129,6 +131,29 @@ def test_a_step_of_a_pool_s_sequences_is_five_launches_a_layer(new_tokens: int) 
 
     traced = _traced(_step(rows), *(_tokens(heads, new_tokens, 2) for heads in (H, K, K)), *_arrays())
     assert sorted(traced) == sorted([*APPEND, *PUT, *ATTEND, *(["copied"] * 2 if new_tokens > 1 else [])])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_exact_tail_is_one_pass_more_and_its_write(batch: int) -> None:
+    """Of a token: its key and value as floats are put side by side, which takes two copies, and written."""
+    pages = step_pages([[0], [1]][:batch], [0] * batch, [7] * batch, 8, None)
+    ends = [8, 128 + 8][:batch]
+    runs = [[(end - 8, end)] for end in ends]
+    new = mx.array([end - 1 for end in ends]) if batch > 1 else [(7, 8)]
+    spans = [ExactSpan(number) for number in range(batch)]
+    exact = place_exact(spans, [7] * batch, 1, fused=True)
+    rows = PagedRows(new, runs, [0] * batch, None, pages, exact)
+
+    def step(query: mx.array, key: mx.array, value: mx.array, *arrays: mx.array) -> list[mx.array]:
+        held = list(arrays[:2])
+        tail = list(arrays[2:])
+        output, _ = multi_head_cache_attention(query, key, value, held, rows, **QUANTIZED, exact_arrays=tail)
+        return [output, *held, *tail]
+
+    tail = mx.zeros((2, K, 2 * TAIL_ROWS, D), mx.bfloat16)
+    traced = _traced(step, *(_tokens(heads, 1, batch) for heads in (H, K, K)), *_arrays(), tail)
+    write = ["SliceUpdate"] if batch == 1 else PUT[:1]
+    assert sorted(traced) == sorted([*APPEND, *write * 3, "Concatenate", "Concatenate", *ATTEND, ATTEND[0]])
 
 
 @pytest.mark.parametrize("name", ["attend", "combine", "append"])

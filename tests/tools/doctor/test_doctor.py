@@ -116,16 +116,18 @@ def test_a_format_that_the_kernel_does_not_run_for(host_gpu: None, monkeypatch: 
     kernel_record.keep({replace(PLAIN, heads=7): "failed once"}, "metal")
     found, text = diagnosed(1)
     assert dispatch.resolve(uses=[replace(PLAIN, heads=7)]) == "metal"  # what was recorded is tried again
+    wide = replace(PLAIN, head_dim=256, value_dim=256, quant_bit=4, tail_dtype=mx.float16)
     with pytest.warns(
-        RuntimeWarning, match="heads of 256, 4 bits g32, float16, 3 queries of a kv head: too large"
+        RuntimeWarning,
+        match="heads of 256, 4 bits g32, float16, exact tail, 3 queries of a kv head: too large",
     ):
-        assert dispatch.resolve(uses=[replace(PLAIN, head_dim=256, value_dim=256, quant_bit=4)]) is None
+        assert dispatch.resolve(uses=[wide]) is None
     record = f"{kernel_record.path()}: {len(found['uses']) - 2} formats right on this device, 2 not"
     assert found["record"] == record
     assert f"record: {record}" in text
     assert len(found["uses"]) == len(HEAD_DIMS) * 6
     of = "3 queries of a kv head: too large"
-    said = [f"heads of 256, 4 bits g32, {dtype}, {of}" for dtype in ("float16", "bfloat16")]
+    said = [f"heads of 256, 4 bits g32, {dtype}, exact tail, {of}" for dtype in ("float16", "bfloat16")]
     assert [result["problem"] for result in found["uses"] if result["problem"] is not None] == said
     for line in said:
         assert f"wrong: the kernel does not run: {line}" in text

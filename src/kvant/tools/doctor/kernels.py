@@ -13,6 +13,7 @@ from kvant.operators.kernel_record import RIGHT
 from kvant.operators.kernels.attend import HEAD_DIMS
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import Call, KernelUse, Trial, num_instances, probe_calls, probe_failure
+from kvant.operators.quantization import FITTED_BITS
 from kvant.tools.doctor.attention import kvant_step
 from kvant.tools.statistics import median_ms
 
@@ -80,10 +81,13 @@ def measure_start(backend: Backend) -> StartResult | None:
 
 
 def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
-    """Every head dimension and width in groups of 32, in each dtype; findings replace the record of this
-    device.
+    """Every head dimension and width in groups of 32, in each dtype; at 4 bits with an exact tail. Findings
+    replace the record of this device.
     """
-    uses = [KernelUse(D, D, dtype, bits, 32) for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))]
+    uses = [
+        KernelUse(D, D, dtype, bits, 32, tail_dtype=dtype if bits == FITTED_BITS else None)
+        for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))
+    ]
     found: dict[KernelUse, str | None] = {}
     for use in uses:
         progress(len(found), len(uses))
