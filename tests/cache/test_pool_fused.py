@@ -6,16 +6,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from support.batches import asked
 from support.key_transforms import drawn_format
 from support.metal_host import host_pytest_skip
-from support.pools import tiny_model
+from support.pools import TEXT, close, prefill, tiny_model
 
 from kvant.cache import CacheOptions
 from kvant.engine.batch_engine import BatchEngine
 from kvant.engine.request import Request
 from kvant.models import Decoder
+from kvant.operators.exact_rows import SLACK
 
 pytestmark = host_pytest_skip
 
@@ -50,6 +52,35 @@ def test_an_engine_on_the_kernels_text(
         assert engine.close(drain=True, timeout=60)
     assert found[0] == found[1]
     assert launches
+
+
+def test_sequences_that_lack_some_of_their_exact_rows(tmp_path: Path, launches: list[Any]) -> None:
+    """One that went back as far as it can, its fork, and one that began with pages of the first."""
+    model = tiny_model(tmp_path, (None, 40), hidden_size=WIDE)
+    found = []
+    for kernels in ("unfused", "fused"):
+        options = CacheOptions(kv_bits=4, kv_group_size=16, kernels=kernels)
+        pool = model.make_pool(2048, sequences=3, options=options)
+        first = pool.sequence(300, TEXT[:200])
+        prefill(model, pool, first, TEXT[:128])
+        first.share_prefix()
+        prefill(model, pool, first, TEXT[128:200])
+        sequences = [first, first.fork(), pool.sequence(300, TEXT[:150])]
+        first.trim(SLACK)
+        prefill(model, pool, sequences[2], TEXT[sequences[2].length : 150])
+        launches.clear()
+        outputs = []
+        for new_tokens in (1, 3, 8, 1):
+            batch = pool.batch(sequences)
+            ids = mx.array([TEXT[b : b + new_tokens] for b in range(3)])
+            outputs.append(model.hidden_states(ids, None, batch))
+            mx.eval(outputs)
+            batch.commit()
+        found.append(mx.concatenate(outputs, axis=1))
+        assert (len(launches) > 0) == (kernels == "fused")
+        tails = [sequence.tail for sequence in sequences]
+        assert [None if tail is None else tail.sinks for tail in tails] == [4, 4, 0]
+    assert close(found[1], found[0], 1e-3)
 
 
 def test_which_layers_are_fused(
