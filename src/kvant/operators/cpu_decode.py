@@ -85,63 +85,85 @@ def attend_long(
     end = first + sum(stop - start for start, stop in runs)
     stops = range(end - S + 1, end + 1)
     seen = [(first if window is None else max(first, stop - window), stop) for stop in stops]
-    places = [_Tokens(runs, first, seen)]
     tail: list[mx.array] = []
+    quantized = seen
     if exact is not None:
-        places = _places_with_tail(places[0], exact.rows)
         tail = exact.read(mx.float32)
+        sinks_read = exact.rows.sinks[0]
+        quantized = [(max(start, sinks_read), exact.rows.tail_start(0, stop - 1)) for start, stop in seen]
     scaled = (query.astype(mx.float32) * (1 / math.sqrt(D))).reshape(K, H // K, S, D)
     queries = mx.contiguous(scaled.transpose(2, 0, 1, 3))  # (K, H/K, S, D) -> (S, K, H/K, D)
-    terms: list[list[mx.array]] = [[] for _ in places]
+    terms: list[mx.array] = []
     if bias_split is not None and bias_split.pairs:
-        terms = [_bias_terms(query, bias_split, tokens.seen) for tokens in places]
+        terms = _bias_terms(query, bias_split, seen)
     bias = mx.zeros((1, 1, 1)) if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     sink = mx.array([]) if sinks is None else sinks.astype(mx.float32).reshape(K, H // K, 1)
     mx.eval(queries, terms, bias, sink, tail, list(arrays))  # NumPy reads their memory below
-    stored = [stored_keys_and_values(arrays, D, quant_bit, value_bit)]
-    if tail:
-        stored += [stored_keys_and_values(tail, D, 0, 0)] * 2
-    parts: list[list[Floats]] = [[] for _ in range(S)]
-    for tokens, (keys, values), own_terms in zip(places, stored, terms, strict=True):
-        if all(start >= stop for start, stop in tokens.seen):
-            continue
-        found = _attend_blocks(
-            np.asarray(queries), keys, values, tokens, [np.asarray(term) for term in own_terms]
+    keys, values = stored_keys_and_values(arrays, D, quant_bit, value_bit)
+    queries_read = np.asarray(queries)
+    terms_read = [np.asarray(term) for term in terms]
+    parts = [np.empty((0, K, H // K, values.width + 2), np.float32)] * S
+    if any(start < stop for start, stop in quantized):
+        tokens = _Tokens(runs, first, quantized)
+        of_quantized = [
+            term[..., own[0] - all_seen[0] : own[1] - all_seen[0]]
+            for term, own, all_seen in zip(terms_read, quantized, seen, strict=False)
+        ]
+        parts = _attend_blocks(queries_read, keys, values, tokens, of_quantized)
+    if exact is not None:
+        (exact_keys, exact_values) = stored_keys_and_values(tail, D, 0, 0)
+        blocks = _attend_exact_rows(
+            queries_read, exact_keys.numbers, exact_values.numbers, exact.rows, seen, terms_read
         )
-        for query_parts, blocks in zip(parts, found, strict=True):
-            query_parts.append(blocks)
+        parts = [np.concatenate([own, block]) for own, block in zip(parts, blocks, strict=True)]
     of_sinks = None if sinks is None else np.asarray(sink)
-    outputs = [join_blocks(np.concatenate(own), np.asarray(bias), of_sinks) for own in parts]
+    outputs = [join_blocks(own, np.asarray(bias), of_sinks) for own in parts]
     # S arrays (K, H/K, Dv) -> (K, H/K, S, Dv) -> (1, H, S, Dv)
     return mx.array(np.stack(outputs, axis=2).reshape(1, H, S, -1)).astype(query.dtype)
 
 
-def _places_with_tail(tokens: _Tokens, rows: ExactRows) -> list[_Tokens]:
-    """Return which of the quantized tokens each query reads, and which of the first and the last ones
-    exactly.
+def _attend_exact_rows(
+    queries: Floats,
+    keys: Floats,
+    values: Floats,
+    rows: ExactRows,
+    seen: Sequence[Seen],
+    terms: Sequence[Floats],
+) -> list[Floats]:
+    """Attend to the exact rows that each query reads, all kv heads at once: they are few.
+
+    Args:
+        queries: (S, K, H/K, D).
+        keys, values: (K, rows, D) and (K, rows, Dv).
+        terms: of each query what the keys' bias adds to its scores: (K, H/K, tokens it sees); empty: nothing.
+
+    Returns:
+        (1, K, H/K, Dv + 2) for each query, as ``join_blocks`` takes it.
     """
-    sinks = rows.sinks[0]
-    count = rows.count_before(0, rows.ends[0])
-    quantized: list[Seen] = []
-    first: list[Seen] = []
-    last: list[Seen] = []
-    for start, stop in tokens.seen:
+    blocks = []
+    for query, (start, stop) in enumerate(seen):
         tail_start = rows.tail_start(0, stop - 1)
-        first.append((start, min(sinks, tail_start)))
-        quantized.append((max(start, sinks), tail_start))
-        last.append((max(start, tail_start), stop))
-    return [
-        _Tokens(tokens.runs, tokens.first, quantized),
-        _Tokens([(0, sinks)], 0, first),
-        _Tokens([(sinks, count)], rows.starts[0], last),
-    ]
+        ranges = [(start, min(rows.sinks[0], tail_start)), (max(start, tail_start), stop)]
+        ranges = [(first, last) for first, last in ranges if first < last]
+        places = [slice(rows.count_before(0, first), rows.count_before(0, last)) for first, last in ranges]
+        own_keys = np.concatenate([keys[:, place] for place in places], axis=1)
+        own_values = np.concatenate([values[:, place] for place in places], axis=1)
+        scores = queries[query] @ own_keys.swapaxes(1, 2)  # (K, H/K, rows)
+        if terms:
+            added = [terms[query][..., first - start : last - start] for first, last in ranges]
+            scores += np.concatenate(added, axis=-1)
+        largest = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - largest)
+        sums = weights.sum(axis=-1, keepdims=True)
+        blocks.append(np.concatenate([weights @ own_values, sums, largest], axis=-1)[None])
+    return blocks
 
 
 def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list[mx.array]:
     """Return what the keys' bias adds to each query's scores: (K, H/K, tokens it sees)."""
     factors = bias_weights(query, split)  # (1, K, H/K, S, 2P)
     table = split.rotation.flatten(0, 1)  # (2, P, positions) -> (2P, positions)
-    return [factors[0, :, :, i] @ table[:, start : max(start, stop)] for i, (start, stop) in enumerate(seen)]
+    return [factors[0, :, :, i] @ table[:, start:stop] for i, (start, stop) in enumerate(seen)]
 
 
 def _attend_blocks(
