@@ -42,9 +42,9 @@ def attend_few_exactly(
         exact: of the same sequences.
     """
     B, _, S, D = query.shape
-    tail = exact.read(mx.float32)
     # Sequences whose queries see exact rows only need no others.
     mixed = [b for b in range(B) if not exact.rows.all_exact(b, _first_seen(rows, b, S))]
+    only_exact = {b: keys_and_values([exact.read_one(b, mx.float32)], D) for b in range(B) if b not in mixed}
     floats: list[mx.array] = []
     columns: dict[int, int] = {}
     if mixed:
@@ -66,7 +66,7 @@ def attend_few_exactly(
         for b, column in columns.items():
             position = rows.ends(b) - S + i
             reads = (exact.rows.tail_start(b, position), position + 1)
-            _put_exact(own, tail[b], exact.rows, b, reads, place=(rows.first[b], column), key_dim=D)
+            _put_exact(own, exact, b, reads, place=(rows.first[b], column), key_dim=D)
         keys, values = keys_and_values(own, D) if own else (None, None)
         tokens: list[KeysAndValues] = []
         places: list[int] = []
@@ -80,7 +80,7 @@ def attend_few_exactly(
                 tokens.append((keys[:, :, seen], values[:, :, seen]))
             else:
                 seen = slice(exact.rows.count_before(b, start), exact.rows.count_before(b, end))
-                own_keys, own_values = keys_and_values([tail[b]], D)
+                own_keys, own_values = only_exact[b]
                 tokens.append((own_keys[:, :, seen], own_values[:, :, seen]))
             places.append(start)
         one = query[:, None, :, i].astype(mx.float32)  # (B, H, S, D) -> (B, 1, H, D)
@@ -101,8 +101,7 @@ def _first_seen(rows: PagedRows, sequence: int, new_tokens: int) -> int:
 
 def _put_exact(
     floats: list[mx.array],
-    tail: mx.array,
-    rows: ExactRows,
+    exact: ExactTail,
     sequence: int,
     reads: tuple[int, int],
     *,
@@ -117,16 +116,16 @@ def _put_exact(
     """
     begin, column = place
     tail_start, stop = reads
-    for first, end in ((0, min(rows.sinks[sequence], tail_start)), (tail_start, stop)):
+    for first, end in ((0, min(exact.rows.sinks[sequence], tail_start)), (tail_start, stop)):
         first = max(first, begin)
         if first >= end:
             continue
-        part = tail[:, :, rows.count_before(sequence, first) : rows.count_before(sequence, end)]
-        parts = [part]
-        if len(floats) == 2:
-            parts = list(keys_and_values([part], key_dim))
-        for number, own in enumerate(parts):
-            floats[number][:, :, column + first - begin : column + end - begin] = own
+        at = column + first - begin
+        for rows in exact.pieces(sequence, first, end):
+            parts = keys_and_values([rows], key_dim) if len(floats) == 2 else (rows,)
+            for own, part in zip(floats, parts, strict=True):
+                own[:, :, at : at + part.shape[2]] = part
+            at += rows.shape[2]
 
 
 def read_exactly(
@@ -155,10 +154,9 @@ def read_exactly(
     floats = read_float_rows(arrays, runs, waiting, dtype=dtype, key_dim=key_dim, **form)
     counts = [end - first for first, end in zip(rows.first, exact.rows.ends, strict=True)]
     columns = [0, *accumulate(counts)]
-    for b, tail in enumerate(exact.read(dtype)):
-        end = exact.rows.ends[b]
+    for b, end in enumerate(exact.rows.ends):
         reads = (exact.rows.tail_start(b, end - new_tokens), end)
-        _put_exact(floats, tail, exact.rows, b, reads, place=(rows.first[b], columns[b]), key_dim=key_dim)
+        _put_exact(floats, exact, b, reads, place=(rows.first[b], columns[b]), key_dim=key_dim)
     keys, values = keys_and_values(floats, key_dim)
     return [
         (keys[:, :, start : start + count], values[:, :, start : start + count], first)

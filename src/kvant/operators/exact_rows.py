@@ -10,9 +10,8 @@ ring of the others. A step of up to ``SLACK + 1`` tokens can be taken back after
 so many rows more than a query reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -117,18 +116,29 @@ class ExactTail:
 
     def read(self, dtype: mx.Dtype) -> list[mx.array]:
         """Return the rows of each sequence, in the order of positions: (2, K, rows, D) in ``dtype``."""
-        runs = self.rows.runs
+        return [self.read_one(sequence, dtype) for sequence in range(len(self.rows.runs))]
+
+    def read_one(self, sequence: int, dtype: mx.Dtype) -> mx.array:
+        """Return the rows of one sequence."""
+        (array,) = self.arrays
+        runs = self.rows.runs[sequence]
         if self.waiting:
-            parts = zip(runs, self.waiting, strict=True)
-            return [
-                mx.concatenate([stored_rows(self.arrays[0], own), new], axis=2).astype(dtype)
-                for own, new in parts
-            ]
-        read = stored_rows(self.arrays[0], [run for own in runs for run in own]).astype(dtype)
-        if len(runs) == 1:
-            return [read]
-        counts = (sum(end - first for first, end in own) for own in runs)
-        return [*mx.split(read, list(accumulate(counts))[:-1], axis=2)]
+            rows = mx.concatenate([stored_rows(array, runs), self.waiting[sequence]], axis=2)
+        else:
+            rows = array[:, :, slice(*runs[0])] if len(runs) == 1 else stored_rows(array, runs)
+        return rows.astype(dtype)
+
+    def pieces(self, sequence: int, first: int, end: int) -> Iterator[mx.array]:
+        """Give the rows of tokens from position ``first`` to ``end``, in their order."""
+        (array,) = self.arrays
+        runs = self.rows.runs[sequence]
+        start = self.rows.count_before(sequence, first)
+        stop = self.rows.count_before(sequence, end)
+        for run in cut_runs(runs, start, stop):
+            yield array[:, :, slice(*run)]
+        written = sum(last - begin for begin, last in runs)
+        if self.waiting and stop > written:
+            yield self.waiting[sequence][:, :, max(0, start - written) : stop - written]
 
 
 @dataclass(slots=True)
@@ -181,4 +191,9 @@ class ExactSpan:
         position ``end``, with the first tokens before it.
         """
         start = max(self.start, length + 1 - TAIL_WINDOW)
-        return min(start, end), [*self.runs(0, min(self.sinks, end)), *self.runs(start, end)]
+        sinks = self.runs(0, min(self.sinks, end))
+        tail = self.runs(start, end)
+        if sinks and tail and sinks[-1][1] == tail[0][0]:  # side by side, until the ring is full
+            joined = (sinks[-1][0], tail[0][1])
+            return min(start, end), [*sinks[:-1], joined, *tail[1:]]
+        return min(start, end), [*sinks, *tail]

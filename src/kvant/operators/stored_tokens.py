@@ -9,8 +9,6 @@ from kvant.operators.kernels.attend import quantize_tokens, value_dim_of
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.quantization import FITTED_BITS, multiply_scale, quantize, quantize_fitted
 
-MAX_HALF = 65504.0  # the largest float16
-
 
 def stored_tokens(
     key: mx.array,
@@ -61,8 +59,6 @@ def stored_tokens(
         both = both if unbatched else both[:, None]
     if quant_bit:
         return list(quantized(both, quant_bit))
-    if arrays[0].dtype == mx.float16 and both.dtype != mx.float16:
-        both = mx.clip(both, -MAX_HALF, MAX_HALF)  # an infinite key would make a NaN of every score
     return [both.astype(arrays[0].dtype)]
 
 
