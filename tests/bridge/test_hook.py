@@ -158,7 +158,9 @@ def test_the_kernel_serves_architectures(name: str, bits: int, launches: list[An
         launches.clear()
         logits = [feed(model, cache, tokens) for cache in (fused, unfused)]
         attends = [inputs for kernel, inputs in launches if kernel == "attend"]
-        assert len(attends) == (len(model.layers) if len(tokens) <= 8 else 0)
+        # At 4 bits the exact tail takes a launch of its own.
+        calls = len(model.layers) * (2 if bits == 4 else 1)
+        assert len(attends) == (calls if len(tokens) <= 8 else 0)
         assert any(kernel == "append" for kernel, _ in launches) == (bits > 0 and len(tokens) <= 8)
         assert all(_input(inputs, "mask").size == 1 for inputs in attends)
         # rounding flips a quantized value now and then

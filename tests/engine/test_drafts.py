@@ -209,7 +209,7 @@ def test_interrupted(pocket: Pocket, small: LanguageModel, kind: str) -> None:
     counted = Interruption(0)
     counted.of(partial(listen, *heard(fed(model.make_cache(80), first))))
     interrupted = in_answer = 0
-    for seed in range(runs := count(20 if kind == "none" else 5, 200)):
+    for seed in range(runs := count(20 if kind == "none" else 8, 200)):
         rng = random.Random(f"{kind} {seed}")
         bits, split = rng.choice([8, 4, 0]), rng.random() < 0.5
         cache, fresh = (model.make_cache(80, kv_bits=bits, bias_split=split) for _ in range(2))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
-from support.batches import PAGES, alone, run_all, scheduler_of
+from support.batches import alone, run_all, scheduler_of
 from support.checkpoints import (
     mistral_config,
     qwen2_config,
@@ -96,9 +96,7 @@ def test_random_schedules_of_other_models(tmp_path: Path, name: str) -> None:
 
 def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
     def scheduler() -> Scheduler:
-        # A checkpoint takes a page of its own.
-        options = {"max_batch": ROWS, "deterministic": True, "checkpoints": 4}
-        return scheduler_of(model, bits, pages=PAGES - 4, **options)[0]
+        return scheduler_of(model, bits, max_batch=ROWS, deterministic=True, checkpoints=4)[0]
 
     @once
     def single(kind: Kind) -> Result:
@@ -109,6 +107,7 @@ def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
     for number in range(schedules):
         rng = random.Random(f"{bits} {number}")
         engine = scheduler()
+        pages = engine.counts[3]
         arrivals = sorted((rng.randrange(12), rng.choice(KINDS)) for _ in range(rng.randint(2, 14)))
         under_way: dict[Request, tuple[Kind, list[Any], list[str]]] = {}
         cancelled = set()
@@ -141,7 +140,7 @@ def _check(model: Any, ids: Sequence[int], bits: int, schedules: int) -> None:
                 for (token, logprob), (same, close) in zip(tokens, expected, strict=False):
                     assert token == same, where
                     assert logprob == close or logprob == pytest.approx(close, abs=1e-3), where
-        assert engine.counts == (0, 0, 0, PAGES)
+        assert engine.counts == (0, 0, 0, pages)
     assert hits > schedules / 4
 
 

@@ -41,7 +41,7 @@ def test_each_query_reads_its_own_tail(
         mx.array(rng.standard_normal((K, D)).astype(np.float32)),
     )
     start, runs = span.read(length, end)
-    exact = ExactRows(None, [runs], [span.sinks], [start], [end])
+    exact = ExactRows(None, [runs], [span.sinks], [start], [end], [span.page])
     paged = PagedRows([], [[(0, end)]], [0], window)
     (output,) = attend_each_exactly(
         query,

@@ -251,4 +251,4 @@ def place_exact(
         if len(new) > 1:
             written = mx.array([row for own in new for run in own for row in range(*run)], mx.int32)
     pages = exact_pages(spans, sinks, starts, ends) if fused and not waits else None
-    return ExactRows(written, read, sinks, starts, ends, pages)
+    return ExactRows(written, read, sinks, starts, ends, [span.page for span in spans], pages)

@@ -134,7 +134,7 @@ class LayerFormat:
             scale_dtype=scale_dtype if kv_bits else "",
             window=seen,
             slack=0 if seen is None else SLACK,
-            # As far as float32 reaches: no key becomes infinite. A CPU converts bfloat16 in a tenth of the time.
+            # bfloat16 reaches as far as float32: no key becomes infinite. A CPU converts it fast.
             tail_dtype=(dtype if dtype == "F16" else "BF16") if has_tail and kv_bits else "",
             **{"kind": "quantized"} | others,
         )

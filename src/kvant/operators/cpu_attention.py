@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -41,19 +42,25 @@ def attend_block(
             each = mx.where(mx.arange(T) <= mx.arange(T - S, T)[:, None], each, -math.inf)
         scores = each.reshape(scores.shape)
     column = None if sinks is None else mx.repeat(sinks, S).reshape(1, K, -1, 1)
-    return _weighted(scores, value, column).reshape(B, H, S, -1)
+    return weighted(scores, [value], column).reshape(B, H, S, -1)
 
 
-def _weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:
-    """Values (B, K, T, Dv) weighted by the softmax of scores (B, K, N, T), with sinks (1, K, N, 1) beside
-    them.
+def weighted(scores: mx.array, values: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
+    """Return values (B, K, T, Dv), which may lie in several arrays, weighted by the softmax of scores (B, K,
+    N, T), with sinks (1, K, N, 1) beside them.
     """
     if sinks is not None:
         scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights, sums = softmax_parts(scores)
     if sinks is not None:
         weights = weights[..., :-1]
-    return weights @ value if sums is None else weights @ value / sums
+    if len(values) == 1:
+        output = weights @ values[0]
+    else:
+        ends = list(accumulate(value.shape[2] for value in values))[:-1]
+        parts = [own @ value for own, value in zip(mx.split(weights, ends, axis=-1), values, strict=True)]
+        output = sum(parts[1:], parts[0])
+    return output if sums is None else output / sums
 
 
 def attend_few(
@@ -133,8 +140,8 @@ def attend_singly(
         scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
         alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
-    weighted = [_weighted(score, value, column) for score, (_, value) in zip(scores, tokens, strict=True)]
-    output = mx.concatenate(weighted)
+    outputs = [weighted(score, [value], column) for score, (_, value) in zip(scores, tokens, strict=True)]
+    output = mx.concatenate(outputs)
     if bias is not None:
         output = output + bias
     if alive is not None:

@@ -1,6 +1,7 @@
 """Unfused attention to quantized tokens and an exact tail (:mod:`kvant.operators.exact_rows`). Unchecked."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -9,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.bias_split import BiasSplit
-from kvant.operators.cpu_attention import attend_singly
+from kvant.operators.bias_split import BiasSplit, bias_weights
+from kvant.operators.cpu_attention import weighted
 from kvant.operators.exact_rows import TAIL_WINDOW, ExactRows, ExactTail
 from kvant.operators.masks import both_masks
-from kvant.operators.paged_rows import PagedRows, read_float_rows
+from kvant.operators.paged_rows import PagedRows, read_float_rows, read_rows
 from kvant.operators.row_runs import cut_runs
 from kvant.operators.stored_tokens import keys_and_values
 
@@ -41,15 +42,17 @@ def attend_few_exactly(
         arrays, rows: as of :func:`kvant.operators.paged_attention.attend_rows`.
         exact: of the same sequences.
     """
-    B, _, S, D = query.shape
-    # Sequences whose queries see exact rows only need no others.
-    mixed = [b for b in range(B) if not exact.rows.all_exact(b, _first_seen(rows, b, S))]
-    only_exact = {b: keys_and_values([exact.read_one(b, mx.float32)], D) for b in range(B) if b not in mixed}
-    floats: list[mx.array] = []
-    columns: dict[int, int] = {}
-    if mixed:
-        runs = [rows.runs[b] for b in mixed]
-        floats = read_float_rows(
+    B, H, S, D = query.shape
+    K = arrays[0].shape[1]
+    # The quantized tokens that each sequence's queries read: from a position on, and up to one.
+    first = [max(rows.first[b], exact.rows.sinks[b]) for b in range(B)]
+    last = [exact.rows.tail_start(b, rows.ends(b) - 1) for b in range(B)]
+    runs = [
+        cut_runs(own, first[b] - rows.first[b], last[b] - rows.first[b]) for b, own in enumerate(rows.runs)
+    ]
+    keys, values = None, None
+    if any(runs):
+        keys, values = read_rows(
             arrays,
             [run for own in runs for run in own],
             quant_bit=quant_bit,
@@ -58,45 +61,50 @@ def attend_few_exactly(
             dtype=mx.float32,
             copy=quant_bit > 0,
         )
-        counts = [sum(end - first for first, end in own) for own in runs]
-        columns = dict(zip(mixed, accumulate([0, *counts[:-1]]), strict=True))
-    outputs: list[mx.array] = []
-    for i in range(S):
-        own = floats if S == 1 else [copy.copy(array) for array in floats]
-        for b, column in columns.items():
+    columns = [0, *accumulate(max(0, stop - start) for start, stop in zip(first, last, strict=True))]
+    value_bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
+    has_bias_scores = bias_split is not None and bool(bias_split.pairs)
+    of_values = (
+        value_bias if sinks is not None else None
+    )  # each weight takes its bias along, as in attend_tokens
+    queries = query.swapaxes(1, 2).reshape(B * S, H, 1, D).astype(mx.float32)
+    factors: list[mx.array] = []
+    table = None
+    if has_bias_scores:
+        assert bias_split is not None
+        factors = [*mx.split(bias_weights(queries, bias_split).squeeze(3), B * S)]  # (1, K, H/K, 2P) each
+        table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
+    singles = mx.split((queries * (1 / math.sqrt(D))).reshape(B * S, K, H // K, D), B * S)
+    column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
+    hidden = exact.rows.hidden(S, rows.window)
+    outputs = []
+    for b, page in enumerate(exact.read_pages(mx.float32)):
+        page_keys, page_values = keys_and_values([page], D)
+        page_table = None if table is None else mx.take(table, exact.rows.positions(b), axis=1)
+        for i in range(S):
+            number = b * S + i
             position = rows.ends(b) - S + i
-            reads = (exact.rows.tail_start(b, position), position + 1)
-            _put_exact(own, exact, b, reads, place=(rows.first[b], column), key_dim=D)
-        keys, values = keys_and_values(own, D) if own else (None, None)
-        tokens: list[KeysAndValues] = []
-        places: list[int] = []
-        for b in range(B):
-            end = rows.ends(b) - S + 1 + i
-            start = rows.first[b] if rows.window is None else max(rows.first[b], end - rows.window)
-            if b in columns:
-                assert keys is not None
-                assert values is not None
-                seen = slice(columns[b] + start - rows.first[b], columns[b] + end - rows.first[b])
-                tokens.append((keys[:, :, seen], values[:, :, seen]))
-            else:
-                seen = slice(exact.rows.count_before(b, start), exact.rows.count_before(b, end))
-                own_keys, own_values = only_exact[b]
-                tokens.append((own_keys[:, :, seen], own_values[:, :, seen]))
-            places.append(start)
-        one = query[:, None, :, i].astype(mx.float32)  # (B, H, S, D) -> (B, 1, H, D)
-        if outputs:  # without this dependency MLX makes the floats of all queries before it uses the first
-            (one,) = mx.depends([one], outputs[-1:])
-        outputs.append(attend_singly(one, tokens, bias_split=bias_split, first=places, sinks=sinks))
-    # S arrays (B, 1, H, Dv) -> (B, H, S, Dv)
-    return mx.concatenate(outputs, axis=1).swapaxes(1, 2).astype(query.dtype)
-
-
-def _first_seen(rows: PagedRows, sequence: int, new_tokens: int) -> int:
-    """Return the first position that the first new token of a sequence sees."""
-    first = rows.first[sequence]
-    if rows.window is None:
-        return first
-    return max(first, rows.ends(sequence) - new_tokens + 1 - rows.window)
+            begin = rows.first[b] if rows.window is None else max(rows.first[b], position + 1 - rows.window)
+            begin = max(begin, exact.rows.sinks[b])
+            tail_start = exact.rows.tail_start(b, position)
+            scores = singles[number] @ page_keys.swapaxes(-1, -2) + hidden[number]
+            if page_table is not None:
+                scores = scores + factors[number] @ page_table
+            read = [page_values]
+            if keys is not None and values is not None and begin < tail_start:
+                seen = slice(columns[b] + begin - first[b], columns[b] + tail_start - first[b])
+                more = singles[number] @ keys[:, :, seen].swapaxes(-1, -2)
+                if table is not None:
+                    more = more + factors[number] @ table[:, begin:tail_start]
+                scores = mx.concatenate([more, scores], axis=-1)
+                read = [values[:, :, seen], page_values]
+            if of_values is not None:
+                read = [own + of_values for own in read]
+            outputs.append(weighted(scores, read, column))
+    output = mx.concatenate(outputs)  # (B * S, K, H/K, Dv)
+    if value_bias is not None and of_values is None:
+        output = output + value_bias
+    return output.reshape(B, S, H, -1).swapaxes(1, 2).astype(query.dtype)
 
 
 def _put_exact(
@@ -245,7 +253,7 @@ def _columns_seen(
     ``column``: the position of each, those of exact rows first. The layers of a step share the result.
     """
     end = rows.ends[sequence]
-    key = (end, rows.starts[sequence], new_tokens, window, column.size)
+    key = ("columns", sequence, end, rows.starts[sequence], new_tokens, window, column.size)
     if key not in rows.masks:
         position = mx.arange(end - new_tokens, end, dtype=mx.int32)[:, None]
         tail_start = mx.maximum(position + 1 - TAIL_WINDOW, rows.starts[sequence])
@@ -257,7 +265,8 @@ def _columns_seen(
         if window is not None:
             seen = seen & (column > position - window)
         rows.masks[key] = seen
-    return rows.masks[key]
+    mask: mx.array = rows.masks[key]
+    return mask
 
 
 def with_exact_rows(

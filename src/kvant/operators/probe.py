@@ -347,7 +347,8 @@ class Trial:
             runs.append(read)
         sinks = [span.sinks for span in self.tails]
         pages = exact_pages(self.tails, sinks, starts, ends)
-        return ExactTail(ExactRows(None, runs, sinks, starts, ends, pages), [rows])
+        numbers = [span.page for span in self.tails]
+        return ExactTail(ExactRows(None, runs, sinks, starts, ends, numbers, pages), [rows])
 
     def _places(self, b: int, S: int) -> list[int]:
         """The rows of sequence b's tokens, S new ones included, in the order of positions."""
