@@ -59,7 +59,9 @@ def test_its_arrays_are_those_of_pmxs_paged_operator(
     monkeypatch.setattr(stored_tokens, "FITTED_BITS", 0)
     model, _ = pocket
     H, K, D = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
-    pool = model.make_pool(2048, sequences=3, options=CacheOptions(kv_bits=bits, bias_split=False, tail=False))
+    pool = model.make_pool(
+        2048, sequences=3, options=CacheOptions(kv_bits=bits, bias_split=False, tail=False)
+    )
     sequences = [pool.sequence(400) for _ in range(3)]
     for sequence, length in zip(sequences, (130, 5, 256), strict=True):
         prefill(model, pool, sequence, list(range(length)))

@@ -70,7 +70,8 @@ def test_sequences_that_lack_some_of_their_exact_rows(
         prefill(model, pool, first, TEXT[:128])
         first.share_prefix()
         prefill(model, pool, first, TEXT[128:200])
-        sequences = [first, first.fork(), pool.sequence(300, TEXT[:150])]
+        third = pool.sequence(300, TEXT[:150], whole_pages=False)
+        sequences = [first, first.fork(), third]
         first.trim(SLACK)
         prefill(model, pool, sequences[2], TEXT[sequences[2].length : 150])
         launches.clear()

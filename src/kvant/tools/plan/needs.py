@@ -13,7 +13,7 @@ from kvant.models.caches import pool_size
 from kvant.models.config import ModelConfig
 from kvant.models.matrix import DEQUANTIZED_ELEMENTS
 from kvant.operators.cpu_attention import BLOCK_SCORE_BYTES
-from kvant.operators.cpu_paged_attention import LONG_TOKENS
+from kvant.operators.cpu_paged_attention import LONG_TOKENS, TILED_SCORES
 from kvant.operators.exact_attention import MASKED_QUERIES
 from kvant.operators.exact_rows import RING
 from kvant.operators.packing import PACKINGS
@@ -234,8 +234,8 @@ def _scores_at_once(new: int, heads: int, tokens: int, *, on_cpu: bool) -> int:
 
 def _tail_mask_bytes(new: int, heads: int, tokens: int, *, on_cpu: bool) -> int:
     """Bytes of the mask that tells exact rows from others: of all queries, and as terms of some of them."""
-    if not on_cpu:  # of many queries there is none
-        new = min(new, FEW_ROWS)
+    # Of many queries a GPU makes none, and a CPU none of many scores.
+    new = min(new, TILED_SCORES // (heads * tokens) if on_cpu else FEW_ROWS)
     block = min(new, MASKED_QUERIES, max(1, BLOCK_SCORE_BYTES // FLOAT32 // (heads * tokens)))
     return tokens * (2 * new + MASK_BYTES * block)
 
