@@ -398,7 +398,7 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserv
     expected = asdict(own)
     for name, value in asdict(given).items():
         if name not in ignored and value != expected[name]:
-            is_plain = name == "transform_name" and not value and given.kv_bits == FITTED_BITS
+            is_plain = name == "transform_name" and not value and bool(given.kv_bits)
             hint = " (it was written with kv_format pmx, or by an older kvant)" if is_plain else ""
             return f"{name} is {_shown(value)}; expected {_shown(expected[name])}{hint}"
     return None

@@ -13,6 +13,7 @@ from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, check_quantization
 
 DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
+BITS_TO_QUANTIZE = " or ".join(map(str, PACKINGS))
 BITS_IN_WORDS = f"{', '.join(map(str, PACKINGS))}, or 0 for no quantization"
 
 
@@ -30,7 +31,7 @@ class CacheOptions:
         checkpoints: places in texts that can be gone back to, where windows and states move on: so many at
             once.
         kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
-        rotates: without a format, keys of 4 bits go through a Hadamard transform, as in
+        rotates: without a format, keys that are quantized go through a Hadamard transform, as in
             :class:`kvant.operators.key_transform.KeyTransform`. A caller's ``kv_format="pmx"`` turns it off.
         tail: whether layers that quantize store the first and the last tokens of a sequence exactly as well
             (:mod:`kvant.operators.exact_rows`). None: those of 4 bits do, but for ``kv_format="pmx"``.
@@ -102,9 +103,8 @@ class CacheOptions:
             ArgumentError: a value out of range, or two that contradict each other.
         """
         bits = DEFAULT_KV_BITS if kv_bits is None else kv_bits
-        if kv_format == PMX and bits != FITTED_BITS:
-            wanted = f"choose {FITTED_BITS} with"
-            problem = f"is {PMX}, a format of {FITTED_BITS} bits; the cache has {bits!r:.80}: {wanted}"
+        if kv_format == PMX and not bits:
+            problem = f"is {PMX}, which quantizes; the cache has 0 bits: choose {BITS_TO_QUANTIZE} with"
             raise ArgumentError("kv_format", problem, "kv_bits")
         tuned = None if kv_format in (None, PMX) else KVFormat.of(kv_format)
         made = cls(
@@ -143,7 +143,7 @@ class CacheOptions:
         """
         if self.kv_format is not None:
             return self.kv_format.layers[number]
-        rotates = self.rotates and can_rotate and self.kv_bits == FITTED_BITS
+        rotates = self.rotates and can_rotate and bool(self.kv_bits)
         return LayerChoice(self.kv_bits, self.group_size, rotates)
 
     @property

@@ -82,12 +82,11 @@ def source_of(context: typer.Context, name: str) -> str | None:
 def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     """The other parameter whose value leaves this one without effect; the two together would be refused."""
     from kvant.cache.kv_format import PMX  # not for the help: it imports MLX
-    from kvant.operators.quantization import FITTED_BITS
 
     if name in ("kv_bits", "kv_group_size") and values.get("kv_format") not in (None, "", PMX):
         return "kv_format"
     if name == "kv_format" and values[name] == PMX:
-        return None if values.get("kv_bits") == FITTED_BITS else "kv_bits"
+        return "kv_bits" if values.get("kv_bits") == 0 else None
     if name == "kv_format":
         return next((other for other in ("kv_bits", "kv_group_size") if values.get(other) is not None), None)
     if name == "kv_tail":

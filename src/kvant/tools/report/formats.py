@@ -12,7 +12,6 @@ from kvant.cache.options import CacheOptions
 from kvant.cache.pool import single_sizes
 from kvant.models import Decoder, LanguageModel
 from kvant.operators.packing import PACKINGS
-from kvant.operators.quantization import FITTED_BITS
 
 _BITS = [str(bits) for bits in PACKINGS]
 NOTATION = (
@@ -108,10 +107,6 @@ def parse_formats(text: str) -> list[CacheFormat]:
         elif match:
             bits = int(match["bits"])
             split = match["whole"] is None
-            if match["pmx"] and bits != FITTED_BITS:
-                raise ValueError(
-                    f"format {name} is PMX's without :{PMX}, too; expected {bits}g{match['group']}"
-                )
             rotates = match["pmx"] is None
             parsed = CacheFormat(bits, int(match["group"]), split, rotates=rotates, tail=TAILS[match["tail"]])
         else:
