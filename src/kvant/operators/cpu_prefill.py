@@ -39,7 +39,7 @@ class _Tokens:
         stop: position past the last row.
         window: the query at position p sees tokens from p + 1 - ``window`` on; None: from the first.
         lag: it sees tokens up to p - ``lag``.
-        least: it sees tokens before this position in any case.
+        least: it sees tokens before this position, up to its own, in any case.
         key_bias: (K, 2P, D), as kvant.operators.bias_split.bias_rows returns it; None: keys have their bias.
         rotation: (2, P, positions).
     """
@@ -84,9 +84,9 @@ class _Tokens:
         _, Q, tokens = scores.shape
         own = np.arange(position, position + Q)[:, None]
         token = np.arange(start, start + tokens)
-        after = max(0, max(position + 1 - self.lag, self.least) - start)
+        after = max(0, min(max(position + 1 - self.lag, self.least), position + 1) - start)
         if after < tokens:
-            stop = np.maximum(own + 1 - self.lag, self.least)
+            stop = np.minimum(np.maximum(own + 1 - self.lag, self.least), own + 1)
             np.copyto(scores[..., after:], -math.inf, where=token[after:] >= stop)
         if self.window is not None and position + Q - self.window > start:
             before = min(tokens, position + Q - self.window - start)

@@ -253,7 +253,7 @@ def _columns_seen(
     ``column``: the position of each, those of exact rows first. The layers of a step share the result.
     """
     end = rows.ends[sequence]
-    key = ("columns", sequence, end, rows.starts[sequence], new_tokens, window, column.size)
+    key = ("columns", sequence, end, new_tokens, window, column.size)
     if key not in rows.masks:
         position = mx.arange(end - new_tokens, end, dtype=mx.int32)[:, None]
         tail_start = mx.maximum(position + 1 - TAIL_WINDOW, rows.starts[sequence])

@@ -68,8 +68,8 @@ class ExactRows:
         )
 
     def tail_start(self, sequence: int, position: int) -> int:
-        """Return where the tail begins that the query at a position reads."""
-        return max(position + 1 - TAIL_WINDOW, self.starts[sequence])
+        """Return where the tail begins that the query at a position reads; behind it, if it reads none."""
+        return min(max(position + 1 - TAIL_WINDOW, self.starts[sequence]), position + 1)
 
     def all_exact(self, sequence: int, first: int) -> bool:
         """Return whether queries that see tokens from ``first`` on read no quantized row."""
@@ -153,7 +153,7 @@ class ExactTail:
 
     def only(self, share: slice) -> "ExactTail":
         """Return those of some of the sequences."""
-        return replace(self, rows=self.rows.only(share))
+        return replace(self, rows=self.rows.only(share), waiting=self.waiting[share])
 
     def read(self, dtype: mx.Dtype) -> list[mx.array]:
         """Return the rows of each sequence, in the order of positions: (2, K, rows, D) in ``dtype``."""
@@ -180,7 +180,7 @@ class ExactTail:
         (array,) = self.arrays
         runs = self.rows.runs[sequence]
         if self.waiting:
-            rows = mx.concatenate([stored_rows(array, runs), self.waiting[sequence]], axis=2)
+            rows = mx.concatenate([stored_rows(array, runs), self._waiting(sequence)], axis=2)
         else:
             rows = array[:, :, slice(*runs[0])] if len(runs) == 1 else stored_rows(array, runs)
         return rows.astype(dtype)
@@ -195,7 +195,17 @@ class ExactTail:
             yield array[:, :, slice(*run)]
         written = sum(last - begin for begin, last in runs)
         if self.waiting and stop > written:
-            yield self.waiting[sequence][:, :, max(0, start - written) : stop - written]
+            yield self._waiting(sequence)[:, :, max(0, start - written) : stop - written]
+
+    def _waiting(self, sequence: int) -> mx.array:
+        """Return the new tokens of a sequence that wait and are read exactly.
+
+        A sequence that lacks its first tokens' exact rows does not read the rest of these exactly either.
+        """
+        new = self.waiting[sequence]
+        written = sum(last - begin for begin, last in self.rows.runs[sequence])
+        count = self.rows.count_before(sequence, self.rows.ends[sequence]) - written
+        return new if count == new.shape[2] else new[:, :, -count:]
 
 
 @dataclass(slots=True)
