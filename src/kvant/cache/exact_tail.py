@@ -6,7 +6,7 @@ these are. A sequence that begins with tokens of others lacks their exact rows, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -79,6 +79,9 @@ class KeptTokens:
         if length < SINKS:
             self.ranges.insert(0, (length, SINKS))
         self.length = length
+        self.num_tokens = 0  # that are committed
+        # The sequence's span before they were.
+        self.before: ExactSpan | None = None
         self.layers: list[tuple[PoolLayer, mx.array]] = []  # with (2, K, n, D) of each
 
     @property
@@ -91,6 +94,16 @@ class KeptTokens:
         kept = stored_rows(tokens, [(first - self.length, end - self.length) for first, end in self.ranges])
         self.layers.append((layer, kept))
         return kept
+
+    def commit(self, span: ExactSpan, num_tokens: int) -> None:
+        """Note that the first ``num_tokens`` tokens are committed; the span lacks them until they are
+        written.
+        """
+        self.before = replace(span)
+        self.num_tokens = num_tokens
+        if self.length < SINKS:
+            span.sinks = 0
+        span.start = max(span.start, self.length + num_tokens)
 
 
 # What other ranks do as well: "copy" a page to a page, or "write" to a page, behind so many tokens, the first
@@ -156,16 +169,17 @@ class ExactTails:
         span.sinks = SINKS if copy.sinks == min(SINKS, copy.length) else 0
         span.start = max(SINKS, copy.start)
 
-    def write(self, span: ExactSpan, kept: KeptTokens, num_tokens: int) -> None:
-        """Write what was kept of the first ``num_tokens`` tokens of a step, which are committed now."""
+    def write(self, span: ExactSpan, kept: KeptTokens) -> None:
+        """Write what was kept of the tokens of a step that are committed, and put them into the span."""
+        assert kept.before is not None
         if self._logs:
-            self._events.append(("write", span.page, kept.length, num_tokens))
-        end = kept.length + num_tokens
-        start = max(span.start, end - RING)
+            self._events.append(("write", span.page, kept.length, kept.num_tokens))
+        end = kept.length + kept.num_tokens
+        start = max(kept.before.start, end - RING)
         first, _ = kept.ranges[-1]
         if first > max(kept.length, SINKS):  # those before it were not kept
             start = max(start, min(first, end))
-        span.start = max(SINKS, end)  # until all is written, if that is interrupted
+        kept.before.start = start  # rows before it are going to be written over
         before = 0
         for first, last in kept.ranges:
             if (stop := min(last, end)) > first:
@@ -174,6 +188,7 @@ class ExactTails:
                     put_rows(layer.exact_arrays[0], tokens[:, :, before : before + stop - first], rows)
             before += last - first
         span.start = start
+        span.sinks = kept.before.sinks
 
     def take_events(self) -> list[TailEvent]:
         """Return what was done to the pages since the last call, if that is noted."""
@@ -214,13 +229,24 @@ class KeptTails:
         """Keep what is needed of a layer's new tokens, (2, K, S, D) of each sequence, and return it."""
         return [own.add(layer, new) for own, new in zip(self.tokens, tokens, strict=True)]
 
+    def commit(self, num_tokens: Sequence[int]) -> None:
+        """Note how many tokens of each sequence are committed now, before the sequences count them."""
+        for sequence, kept, count in zip(self._sequences, self.tokens, num_tokens, strict=False):
+            if sequence.tail is not None and not sequence.released:
+                kept.commit(sequence.tail, count)
+
     def write(self) -> None:
         """Write those of the tokens that were committed, and drop the others."""
         for sequence, kept in zip(self._sequences, self.tokens, strict=False):
             tails = sequence.pool.tails
-            committed = sequence.length - kept.length
-            if committed > 0 and tails is not None and sequence.tail is not None and not sequence.released:
-                tails.write(sequence.tail, kept, committed)
+            span = sequence.tail
+            if kept.before is None or tails is None or span is None or sequence.released:
+                continue
+            if sequence.length == kept.length:  # the commit was interrupted before the sequence counted them
+                span.sinks = kept.before.sinks
+                span.start = kept.before.start
+            elif sequence.length == kept.length + kept.num_tokens:
+                tails.write(span, kept)
         self.tokens = []  # last: what an interruption left is written by the next call
 
 
@@ -237,6 +263,7 @@ def place_exact(
     starts: list[int] = []
     ends = [length + new_tokens for length in lengths]
     for span, length, end in zip(spans, lengths, ends, strict=True):
+        span.go_back(length)  # if a trim was interrupted
         if not waits:
             new.append(span.runs(length, end))
         start, rows = span.read(length, length if waits else end)

@@ -183,6 +183,7 @@ class PoolBatch:
             new = [list(given[b][: each[b]]) for b in range(count)]
             if any(len(own) != number for own, number in zip(new, each, strict=True)):
                 raise ValueError(f"ids has {[len(own) for own in given]} tokens; expected {list(each)}")
+            self.kept.commit(each)
             for b, sequence in live:
                 sequence.commit(new[b])
             self.end_step()

@@ -318,9 +318,9 @@ class PoolSequence:
             for group, table in zip(self.pool.groups, self.tables, strict=True):
                 group.go_back(table, 0)
             raise
-        self.commit(ids)
         if self.tail is not None:
-            self.tail.lose(self.length)
+            self.tail.lose(len(ids))
+        self.commit(ids)
 
     def put(self, layer: PoolLayer, tokens: Sequence[mx.array], length: int) -> None:
         """Write a layer's rows (2, K, rows, D') before position ``length``, if there are pages for them."""

@@ -123,9 +123,11 @@ class Follower:
                 pool.tails.copy(page, *numbers)
             else:
                 length, count = numbers
-                kept = self._kept.pop((number, page))
+                kept = self._kept[number, page]  # rank 0 may say it again after an interruption
                 assert kept.length == length
-                pool.tails.write(ExactSpan(page), kept, count)
+                span = ExactSpan(page)
+                kept.commit(span, count)
+                pool.tails.write(span, kept)
         if pool.tails is not None:
             pool.tails.take_events()
         tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
