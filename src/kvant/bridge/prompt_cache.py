@@ -146,6 +146,7 @@ class PromptCacheLayer(BridgedLayer):
         self._copy_if_shared()
         self._begin_for(keys.shape[2])
         fetched = super().update_and_fetch(keys, values)
+        self._cache.batch.kept.commit([keys.shape[2]])
         self._cache.sequence.commit([0] * keys.shape[2])  # what waits is written before the next step
         return fetched
 
