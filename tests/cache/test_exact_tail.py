@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.counts import count
-from support.exact_tails import RING, SINKS, SLACK, TAIL
+from support.exact_tails import POISON, RING, SINKS, SLACK, TAIL
 from support.interruption import Interruption
 from support.numbers import peak_bytes
 from support.pools import TEXT, check_pages, close, decode, prefill
@@ -34,7 +34,7 @@ ROUNDING = 1e-3  # of the largest logit; without a tail, or with half of it, the
 def _poisoned(pool: Pool) -> Pool:
     for layer in pool.layers:
         for array in layer.exact_arrays:
-            array[:] = mx.full(array.shape, float("nan"), array.dtype)
+            array[:] = mx.full(array.shape, POISON, array.dtype)
             mx.eval(array)
     return pool
 
@@ -237,14 +237,36 @@ def test_ctrl_c_and_the_same_batch_again(plain: Decoder, before: int) -> None:
         at += 1 if at == 0 else count(2, 1)
 
 
+def test_ctrl_c_at_any_line_of_a_trim(plain: Decoder) -> None:
+    base = _fed(plain, LONG)
+    counted = Interruption(0)
+    sequence = base.fork()
+    counted.of(partial(sequence.trim_to, 250))
+    sequence.release()
+    lengths = set()
+    for at in range(1, counted.lines + 1):
+        sequence = base.fork()
+        assert Interruption(at).of(partial(sequence.trim_to, 250))
+        lengths.add(sequence.length)
+        if at % count(4, 1) == 0:
+            span = _span(sequence)
+            expected = _limited(plain, sequence.length, replace(span, start=min(span.start, sequence.length)))
+            for new in (3, 20):
+                more = TEXT[sequence.length :][:new]
+                assert close(_next(plain, sequence, more), _next(plain, expected, more), ROUNDING), at
+        sequence.release()
+    assert lengths == {LONG, 250}
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("back", [1, 16, 17, 50, 120, 200, 398])
-def test_what_a_trimmed_sequence_reads(plain: Decoder, back: int, alone: bool) -> None:
+@pytest.mark.parametrize("step", [100, 10])
+def test_what_a_trimmed_sequence_reads(plain: Decoder, step: int, back: int, alone: bool) -> None:
     """Exactly what it had, within the slack. Farther back, quantized rows in place of those that are
     gone.
     """
     sequence = _cache(plain).sequence if alone else _pool(plain).sequence(1000)
-    prefill(plain, sequence.pool, sequence, TEXT[:LONG], 100)
+    prefill(plain, sequence.pool, sequence, TEXT[:LONG], step)
     sequence.trim(back)
     left = LONG - back
     assert _span(sequence).start == max(SINKS, min(left, LONG - RING))
@@ -350,6 +372,16 @@ def test_caches_with_a_tail_and_without_one_take_each_others_tokens(
             assert all(map(mx.array_equal, rows, source.sequence.copied_rows(other, 0)))
         if taken:
             assert (_span(cache.sequence).sinks, _span(cache.sequence).start) == (0, 300)
+            prefill(plain, cache.pool, cache.sequence, TEXT[300:330], 30)
+            again = _cache(plain)
+            if loads == "file":
+                cache.save(tmp_path / "again")
+                again.load(tmp_path / "again")
+            else:
+                again.sequence.load(cache.sequence)
+            assert _span(again.sequence) == _span(cache.sequence)
+            expected = _next(plain, cache.sequence, TEXT[330:340])
+            assert mx.array_equal(_next(plain, again.sequence, TEXT[330:340]), expected)
         else:
             assert cache.sequence.tail is None
         for new in (1, 3, 30, 100, 1):
@@ -396,6 +428,23 @@ def test_a_sequence_begins_at_a_checkpoint_with_its_exact_rows(plain: Decoder, i
     second.release()
     shorter = pool.sequence(1000, [*TEXT[:280], 5, 6], **begins)
     assert shorter.length == (0 if is_exact else 280 - TAIL)
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_windows_begin_at_a_checkpoint_or_not_at_all(windows: Decoder, is_exact: bool) -> None:
+    """What they no longer have cannot be fed again."""
+    for checkpoints in (0, 2):
+        pool = _pool(windows, replace(TAIL_OPTIONS, checkpoints=checkpoints))
+        first = _share(windows, pool, 256)
+        second = pool.sequence(1000, TEXT[:400], is_exact=is_exact)
+        assert second.length == (256 if checkpoints else 0)
+        span = _span(second)
+        if not checkpoints:
+            assert span == replace(_span(_fed(windows, 0)), page=span.page)
+            continue
+        assert span == replace(_span(first), page=span.page)
+        for ids in (TEXT[second.length : 270], [5]):
+            assert close(_next(windows, second, ids), _next(windows, first, ids), ROUNDING)
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1])

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.counts import count
+from support.exact_tails import POISON, RING, SINKS, TAIL
 from support.oracle import Array
 from support.pool_oracle import NUMBERS, PAGE, OracleLayer, check_rows, numbers_of
 from support.pools import check_pages
@@ -41,7 +42,11 @@ FATES = st.sampled_from(["committed", "committed", "committed", "in part", "aban
 
 @dataclass(eq=False)
 class _Text:
-    """A sequence and what it must hold. ``floor``: it goes back to this length, and to longer ones."""
+    """A sequence and what it must hold. ``floor``: it goes back to this length, and to longer ones.
+
+    ``sinks``: how many of the first tokens have exact rows. Those of the others are there from ``exact_from``
+    on, as far as they are among the last 124 of the ``most`` tokens that it had since.
+    """
 
     sequence: PoolSequence
     ids: list[int]
@@ -49,13 +54,23 @@ class _Text:
     cache: ModelCache | None = None  # the pool of one that it is in
     floor: int = 0
     kept: set[int] = field(default_factory=set)  # lengths that it can go back to besides
+    sinks: int = SINKS
+    exact_from: int = SINKS
+    most: int = 0
+    kept_from: dict[int, int] = field(default_factory=dict)  # exact_from by the lengths in kept
+
+    @property
+    def latest_start(self) -> int:
+        """The latest position from which on it has exact rows."""
+        return max(self.exact_from, min(self.most - RING, len(self.ids)))
 
     def copy(self, made: PoolSequence | ModelCache, back: int = RESERVED) -> "_Text":
         """The same text elsewhere, where it goes back ``back`` tokens at most."""
         floor = max(self.floor, len(self.ids) - back)
+        tail = {"sinks": self.sinks, "exact_from": self.latest_start, "most": len(self.ids)}
         if isinstance(made, ModelCache):
-            return _Text(made.sequence, list(self.ids), self.salt, made, floor)
-        return _Text(made, list(self.ids), self.salt, floor=floor)
+            return _Text(made.sequence, list(self.ids), self.salt, made, floor, **tail)
+        return _Text(made, list(self.ids), self.salt, floor=floor, **tail)
 
 
 def _is_there(sequence: PoolSequence, length: int) -> bool:
@@ -72,11 +87,13 @@ class _Machine(RuleBasedStateMachine):
     """
 
     head_dim = 32
+    may_have_tails = True
 
     @initialize(
         seed=st.integers(0, 2**32 - 1),
         bits=st.sampled_from([(0, 0), (8, 8), (4, 4), (8, 4), (4, 8)]),  # of keys and of values
         windows=st.lists(st.sampled_from(WINDOWS), min_size=2, max_size=3),
+        tail=st.booleans(),
         split=st.booleans(),
         sinks=st.booleans(),
         transform=st.booleans(),
@@ -93,6 +110,7 @@ class _Machine(RuleBasedStateMachine):
         seed: int,
         bits: tuple[int, int],
         windows: list[int | None],
+        tail: bool,
         split: bool,
         sinks: bool,
         transform: bool,
@@ -112,7 +130,14 @@ class _Machine(RuleBasedStateMachine):
         D = self.head_dim
         stored = (bits[0], 16, stored_dtype(*bits), "F16") if bits[0] else (0, 0, "F32", "")
         plain = LayerFormat(
-            "quantized", K, D, D, *stored, split_pairs=PAIRS if split else None, value_bits=bits[1]
+            "quantized",
+            K,
+            D,
+            D,
+            *stored,
+            split_pairs=PAIRS if split else None,
+            value_bits=bits[1],
+            tail_dtype="BF16" if tail and bits[0] and self.may_have_tails else "",
         )
         self.layers = []
         for number, window in enumerate(windows):
@@ -169,6 +194,8 @@ class _Machine(RuleBasedStateMachine):
         pool = Pool(formats, transforms, **sizes, **options)
         for own in pool.layers:
             own.arrays[-1][:] = float("nan")
+            for array in own.exact_arrays:
+                array[:] = POISON
         return pool
 
     def _cache(self, max_seq_len: int) -> ModelCache:
@@ -205,6 +232,11 @@ class _Machine(RuleBasedStateMachine):
         except ContextError:
             assert any(part.pages.num_shared for part in self.pool.groups)
             return False
+        for text, start in zip(texts, starts, strict=True):
+            text.most = max(text.most, start + S) if S <= SLACK + 1 else text.most
+        exact = [
+            text.sequence.tail and (text.sequence.tail.sinks, text.sequence.tail.start) for text in texts
+        ]
         numbers = [numbers_of(text.ids + new, text.salt) for text, new in zip(texts, ids, strict=True)]
         mask = (
             np.where(self.rng.random((S, len(numbers[0]))) < 0.2, -3.0, 0.0).astype(np.float32)
@@ -229,7 +261,11 @@ class _Machine(RuleBasedStateMachine):
             for b in range(B):
                 places = looked + starts[b]
                 expected = layer.attend(
-                    query[b][:, looked], places, numbers[b], None if mask is None else mask[looked]
+                    query[b][:, looked],
+                    places,
+                    numbers[b],
+                    None if mask is None else mask[looked],
+                    exact[b] if layer.format.tail_dtype else None,
                 )
                 least = FITTED if 4 in layer.format.bits else TOLERANCE
                 assert np.abs(np.array(given[b])[:, looked] - expected).max() < least * np.abs(expected).max()
@@ -241,6 +277,7 @@ class _Machine(RuleBasedStateMachine):
         batch.commit(*([kept] if fate == "in part" else []))
         for text, new, number in zip(texts, ids, kept, strict=True):
             text.ids += new[:number]
+            text.most = max(text.most, len(text.ids) - number + S) if number else text.most
             text.floor = max(text.floor, len(text.ids) - SLACK - 1)
         return True
 
@@ -297,6 +334,8 @@ class _Machine(RuleBasedStateMachine):
         assert held == 0 or held < length
         assert held % PAGE == 0 or not whole_pages
         self.texts.append(own := _Text(sequence, prompt[:held], salt, floor=held))
+        if held:
+            own.sinks, own.exact_from = 0, max(SINKS, held)
         while len(own.ids) < length:
             assert self._step([own], [prompt[len(own.ids) :][: self.step_size]]), "nobody shares these pages"
             if shares:
@@ -314,8 +353,13 @@ class _Machine(RuleBasedStateMachine):
         left = same if own.sequence.can_trim_to(same) else max((n for n in own.kept if n < same), default=0)
         assert left == same or same < own.floor
         assert own.cache is not None
-        assert own.cache.keep_common(prompt) == left
-        self._cut(own, left)
+        now = own.cache.keep_common(prompt)
+        if now != left:  # the exact rows that the next token reads are gone
+            assert left - RING < own.latest_start or own.most - RING > left - TAIL
+            assert own.sequence.tail is not None
+            assert now in (max(0, left - TAIL), *own.kept)
+            assert now < left
+        self._cut(own, now)
         self._append([own], new, text)
 
     @rule(
@@ -344,6 +388,11 @@ class _Machine(RuleBasedStateMachine):
                 trim(back)
 
     def _cut(self, own: _Text, length: int) -> None:
+        start = min(own.latest_start, max(SINKS, length))
+        if length in own.kept:
+            start = max(own.kept_from[length], length + 1 - TAIL)
+        own.most, own.exact_from = (length, start) if length else (0, SINKS)
+        own.sinks = own.sinks if length else SINKS
         del own.ids[length:]
         own.floor = min(own.floor, length)
         own.kept = {each for each in own.kept if each <= length}
@@ -354,7 +403,9 @@ class _Machine(RuleBasedStateMachine):
         """A place that can be gone back to, whatever comes behind it."""
         own = self._any(data, self.alone)
         own.sequence.checkpoints.add(own.sequence)
-        own.kept |= {len(own.ids)} - {0}
+        if own.ids and len(own.ids) not in own.kept:
+            own.kept.add(len(own.ids))
+            own.kept_from[len(own.ids)] = own.latest_start
         if len(own.kept) > KEPT:
             own.kept.remove(sorted(own.kept)[1])
         self._append([own], new, 0)
@@ -434,6 +485,9 @@ class _Machine(RuleBasedStateMachine):
                     can = length in text.kept or _is_there(text.sequence, length)
                     assert text.sequence.can_trim_to(length) == can
             assert text.floor > len(text.ids) or _is_there(text.sequence, text.floor)
+            if (tail := text.sequence.tail) is not None:
+                assert tail.sinks == text.sinks
+                assert SINKS <= tail.start <= max(SINKS, text.latest_start)
             if text.cache is not None:
                 self._check(text.cache.pool, [text])
         if hasattr(self, "texts"):
@@ -466,5 +520,5 @@ def test_any_order(examples: int) -> None:
 
 def test_any_order_with_the_fused_kernel(fused_calls: list[Any]) -> None:
     """Its stand-in. Steps of up to eight tokens without a mask are fused."""
-    _run(type("Fused", (_Machine,), {"head_dim": 64}), count(4, 400), count(20, 50))
+    _run(type("Fused", (_Machine,), {"head_dim": 64, "may_have_tails": False}), count(4, 400), count(20, 50))
     assert fused_calls

@@ -262,6 +262,67 @@ FORGED: list[tuple[Change, str]] = [
 ]
 
 
+WRONG_TAIL = "expected its first tokens and where it starts"
+FLOATS = {"quant_bit": 0, "value_bits": 0, "quant_group": 0, "scale_dtype": "", "dtype": "F16"}
+FORGED_TAILS: list[tuple[Change, str]] = [
+    (_set(tail=None), "tail is None; expected a list"),
+    (lambda header: header["__metadata__"]["cache"].pop("tail"), "tail is None; expected a list"),
+    *((_set(tail=tail), WRONG_TAIL) for tail in ([], [4], [4, 4, 4], [3, 4], [5, 5], [4, 3], [4, 7], [0, 3])),
+    (_set(tail=[-1, 4]), r"tail\[0\] is -1; expected an int from 0"),
+    (_set(tail=[4, 2**50]), r"tail\[1\] is \d+; expected an int from 0"),
+    (_set(tail=[True, 4]), r"tail\[0\] is True"),
+    (_set(tail=[4, "4"]), r"tail\[1\] is '4'"),
+    (_set(tail={"4": 4}), "tail is {'4': 4}; expected a list"),
+    (_set(tail=[0, 4]), OTHER_TENSORS),
+    (_set(tail=[4, 5]), OTHER_TENSORS),
+    (_set(lengths=[300], written=[300], reservation=300), WRONG_TAIL),
+    (_set(lengths=[2**39], written=[2**39], reservation=2**39, tail=[4, 2**39]), OTHER_TENSORS),
+    (_set(lengths=[2], written=[2]), WRONG_TAIL),
+    (_in_layer(tail_dtype="F32"), "tail_dtype is 'F32'; expected one of F16, BF16"),
+    (_in_layer(tail_dtype=1), "tail_dtype is 1; expected one of"),
+    (_in_layer(tail_dtype="BF16"), OTHER_TENSORS),
+    (_in_layer(tail_dtype=""), "none of its layers has one"),
+    (_in_layer(**FLOATS), "a layer that is not quantized has an exact tail"),
+    (lambda header: header.pop("layers.0.sequences.0.tail"), "its tensors|not a whole"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), FORGED_TAILS, ids=[f"{i} {message}" for i, (_, message) in enumerate(FORGED_TAILS)]
+)
+def test_a_strangers_tail(tmp_path: Path, change: Change, message: str) -> None:
+    path = tmp_path / "saved"
+    _cache(fill=True, tail_dtype="F16").save(path)
+    _forge(path, change)
+
+    def read() -> None:
+        with pytest.raises(SnapshotError, match=message):
+            read_header(path)
+
+    assert peak_bytes(read) < 2**20
+    for tail_dtype in ("F16", ""):
+        _refused(path, message, _cache(fill=True, tail_dtype=tail_dtype))
+
+
+def test_a_tail_of_a_cache_without_one(saved: Path) -> None:
+    _forge(saved, _set(tail=[4, 4]))
+    _refused(saved, "none of its layers has one")
+
+
+def test_an_exact_row_that_was_altered(tmp_path: Path) -> None:
+    """Its bytes are behind those of the quantized rows: nothing counts before the file's digest is right."""
+    path = tmp_path / "saved"
+    _cache(fill=True, tail_dtype="F16").save(path)
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    cache = _cache(tail_dtype="F16")
+    _refused(path, "altered: its SHA-256 is another", cache)
+    tail = cache.sequence.tail
+    assert tail is not None
+    assert (tail.sinks, tail.start) == (4, 4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"), FORGED, ids=[f"{i} {message}" for i, (_, message) in enumerate(FORGED)]
 )

@@ -2,6 +2,7 @@
 whole.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -17,6 +18,7 @@ from support.pools import check_pages, tiny_model
 from kvant.cache.pool import Pool
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.cache_scheduler import CacheScheduler
+from kvant.engine.drafts import Drafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
@@ -149,6 +151,37 @@ def test_every_answer_as_alone(
         assert ids_of(told[forked], 2) == alone(model, third)
     assert told[requests[-1]][-1].finish_reason == "cancelled"
     assert kind == "small" or sum(token.from_draft for tokens in told.values() for token in tokens) > 20
+
+
+def test_prompt_lookup_past_an_exact_tail(
+    pocket: Pocket, heldout_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 4 bits, past the first and the last tokens that are exact: each alone and in company, the same
+    tokens as without drafts.
+    """
+    draft_by_chance(monkeypatch, 4)
+    model = pocket[0]
+    scheduler, pool = scheduler_of(model, 4, max_batch=6, pool={"max_seq_len": 512})
+    plain, drafted = [], []
+    for number in range(44):
+        first = 29 * number % 600
+        ids = heldout_ids[first : first + 70 + 53 * number % 130]
+        ids += ids[: 20 + number % 40]  # it repeats itself
+        request = Request(ids, 24)
+        plain.append(alone(model, request, 4))
+        drafted.append(replace(request, drafts=Drafts()))
+    told = run_all(scheduler, drafted)
+    own = CacheScheduler(model, model.make_cache(512, kv_bits=4))
+    for each in (
+        [ids_of(told[request]) for request in drafted],
+        [ids_of([*own.answer([r])]) for r in drafted],
+    ):
+        assert sum(map(operator.eq, each, plain)) >= 43  # rounding may flip a stored value, and so a text
+    assert min(len(request.prompt) for request in drafted) < 113
+    assert sum(len(request.prompt) > 150 for request in drafted) > 20
+    for counts in (scheduler.drafts, own.drafts):
+        assert 50 < counts.accepted < counts.drafted
+    check_pages(pool, [])
 
 
 @pytest.mark.parametrize("kind", ["known", "own"])

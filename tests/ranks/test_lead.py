@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from support.drafts import KnownDrafts, draft_by_chance
+from support.interruption import Interruption
 from support.pools import tiny_model
 from support.runs import Run
 
@@ -173,12 +174,13 @@ def test_drafts_and_their_interruption(
     assert "every_logits" in [message.get("call") for message in other.messages]
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 def test_a_pool_of_requests_that_share_and_fork(
-    led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch
+    led: tuple[Lead, Loopback], monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
     lead, other = led
     pool = lead.make_pool(
-        4 * 640, sequences=4, prefill_step_size=128, options=CacheOptions(kv_bits=8, kv_group_size=32)
+        4 * 640, sequences=4, prefill_step_size=128, options=CacheOptions(kv_bits=bits, kv_group_size=32)
     )
     scheduler = Scheduler(lead, pool, max_batch=4)
     requests = [
@@ -209,6 +211,43 @@ def test_a_pool_of_requests_that_share_and_fork(
         scheduler.step()
     assert scheduler.drafts.accepted > 0
     check(own.logits, other)
+
+
+def test_exact_rows_of_a_pool(led: tuple[Lead, Loopback]) -> None:
+    """Steps of few and of many tokens, committed in part, abandoned and interrupted, of forks and others."""
+    lead, other = led
+    pool = lead.make_pool(
+        4 * 640, sequences=4, prefill_step_size=200, options=CacheOptions(kv_bits=4, kv_group_size=32)
+    )
+    own = lead.part
+    assert isinstance(own, Recorded)
+    draw = random.Random(1)
+    sequences = [pool.sequence(600) for _ in range(2)]
+    interrupted = 0
+    for _ in range(60):
+        some = draw.sample(sequences, draw.randint(1, len(sequences)))
+        new = draw.choice([1, 4, 17, 18, 40, 150])
+        for sequence in some:
+            if sequence.room < new:
+                back = draw.choice([3, 200])
+                sequence.trim_to(back if sequence.can_trim_to(back) else 0)
+        batch = pool.batch(some)
+        ids = mx.array([TEXT[sequence.length :][:new] for sequence in some])
+        for _ in range(draw.choice([1, 1, 2])):  # a step that is begun again was abandoned
+            lead.every_logits(ids, batch)
+            check(own.logits, other)
+        match draw.randrange(4):
+            case 0:
+                batch.commit([draw.randrange(new + 1) for _ in some])
+            case 1:
+                interrupted += Interruption(draw.randrange(10, 120)).of(batch.commit)
+            case _:
+                batch.commit()
+        if len(sequences) > 3:
+            sequences.pop().release()
+        elif draw.random() < 0.3:
+            sequences.append(some[0].fork())
+    assert interrupted > 3
 
 
 def test_what_is_refused(led: tuple[Lead, Loopback], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kvant.cache.layer_format import LayerFormat
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.operators.bias_split import BiasSplit
 from support import oracle
+from support.exact_tails import in_bfloat16, read_exactly
 from support.oracle import Array
 
 PAGE, NUMBERS = 128, 1999
@@ -60,28 +61,47 @@ class OracleLayer:
                 np.stack(pair) if len({*bits}) == 1 else oracle.beside(*pair)[None] for pair in pairs
             ]
             self.floats = np.stack(oracle.sides(*self.stored, own.head_dim, bits, own.kv_group_size))
-        if self.balance is not None:
-            self.floats[0] *= self.balance
-        if self.center is not None:
-            self.floats[0] += self.center
+        self.exact = in_bfloat16(kept)
+        for floats in (self.floats, self.exact):
+            if self.balance is not None:
+                floats[0] *= self.balance
+            if self.center is not None:
+                floats[0] += self.center
 
     def new(self, numbers: Array) -> tuple[Array, Array]:
         """Keys and values (K, S, D) as a cache is given them."""
         key, value = self.tokens[:, :, numbers]
         return key, value
 
-    def attend(self, query: Array, places: Array, numbers: Array, mask: Array | None = None) -> Array:
+    def attend(
+        self,
+        query: Array,
+        places: Array,
+        numbers: Array,
+        mask: Array | None = None,
+        exact: tuple[int, int] | None = None,
+    ) -> Array:
         """Attention (H, Q, D) of queries at some places to all tokens; ``mask`` (Q, T) is added to the
         scores.
+
+        ``exact``: how many of the first tokens, and from which one on the others, are exact too; None: none.
         """
         keys, values = self.floats[:, :, numbers].swapaxes(1, 2)  # (T, K, D)
         at = np.arange(len(keys))
+        read = np.ones((len(places), len(keys)), bool)
+        if exact is not None:  # the tokens follow once more, as they were given
+            for own, place in zip(read, places.tolist(), strict=True):
+                own[: place + 1] = ~read_exactly(place, *exact)
+            tail_keys, tail_values = self.exact[:, :, numbers].swapaxes(1, 2)
+            keys, values = np.concatenate([keys, tail_keys]), np.concatenate([values, tail_values])
+            at, read = np.tile(at, 2), np.concatenate([read, ~read], axis=1)
+            mask = None if mask is None else np.tile(mask, 2)
         if (split := self.split) is not None:
             angle = at[:, None] * self.frequencies[list(split.pairs)]  # (T, P)
             keys = keys + oracle.key_bias(np.array(split.key_bias), split.pairs, angle, keys.shape[-1])
             values = values + np.array(split.value_bias, np.float64)
         distance = places[:, None] - at
-        seen = (distance >= 0) & (distance < (self.format.window or len(keys)))
+        seen = read & (distance >= 0) & (distance < (self.format.window or len(keys)))
         added = np.where(seen, 0 if mask is None else mask, -np.inf)
         rows = query.swapaxes(0, 1)[None], keys[None], values[None]
         return oracle.attend(*rows, is_causal=False, attn_mask=added, sinks=self.sinks)[0].swapaxes(0, 1)

@@ -33,6 +33,8 @@ MARKS = {
         models/test_golden.py::test_logits_are_transformers
         models/test_matrix.py::test_every_format_shape_and_way
         models/test_share.py::test_only_the_share_is_read
+        operators/test_exact_rows.py::test_long_contexts_of_every_length
+        operators/test_exact_rows.py::test_tiles_of_every_length
         operators/test_pmx.py::test_against_the_oracle
         operators/test_pmx.py::test_long_contexts
         operators/test_pmx_errors.py
@@ -118,6 +120,8 @@ MARKS = {
         bridge/test_checkpoints.py
         bridge/test_disk_cache.py
         bridge/test_snapshot_bridged.py
+        cache/test_exact_tail.py::test_ctrl_c_and_the_same_batch_again
+        cache/test_exact_tail.py::test_ctrl_c_at_any_line_of_a_step
         cache/test_pool_machine.py::test_any_order
         cache/test_quality.py::test_eight_bits_cost_nothing_that_matters_and_smaller_groups_cost_less
         cli/chat/test_commands.py::test_without_a_seed_a_retry_differs_and_with_one_the_conversation_is_the_same_again
@@ -179,6 +183,8 @@ SAMPLES = """
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[gpt_oss]
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[llama]
     bridge/test_table.py::test_an_architecture_through_kvant_s_cache[qwen3_next]
+    cache/test_exact_tail.py::test_ctrl_c_at_any_line_of_a_step[40-130]
+    cache/test_exact_tail.py::test_ctrl_c_at_any_line_of_a_step[40-2]
     cache/test_model_cache.py::test_interrupted_steps[8]
     cache/test_pool.py::test_what_a_long_context_takes_is_bounded[1-8]
     cache/test_pool.py::test_what_a_long_context_takes_is_bounded[4-0]
@@ -222,6 +228,8 @@ SAMPLES = """
     models/test_share.py::test_only_the_share_is_read[moe, each-config4-0-each]
     operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
     operators/kernels/test_probe.py::test_the_kernel_itself_is_right_on_the_host
+    operators/test_exact_rows.py::test_tiles_of_every_length[110-18]
+    operators/test_exact_rows.py::test_tiles_of_every_length[130-40]
     operators/test_pmx.py::test_against_the_oracle[0]
     operators/test_pmx.py::test_against_the_oracle[500]
     operators/test_pmx.py::test_long_contexts[lengths0-0-how0]

@@ -106,9 +106,9 @@ class KeptTokens:
         span.start = max(span.start, self.length + num_tokens)
 
 
-# What other ranks do as well: "copy" a page to a page, or "write" to a page, behind so many tokens, the first
-# of those that waited.
-TailEvent = tuple[str, int, int] | tuple[str, int, int, int]
+# What other ranks do as well: "clear" a page, "copy" it to another, or "write" to it, behind so many tokens, the
+# first of those that waited.
+TailEvent = tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, int]
 
 
 class ExactTails:
@@ -127,9 +127,22 @@ class ExactTails:
         self._events: list[TailEvent] = []
 
     def open(self) -> ExactSpan:
-        """Return the span of a new sequence without tokens."""
+        """Return the span of a new sequence without tokens.
+
+        Its page is cleared: all rows are multiplied, those that are not read by 0, which does not remove what
+        is not finite.
+        """
         (page,) = self._pages.allocate(1)
+        self.clear(page)
         return ExactSpan(page)
+
+    def clear(self, page: int) -> None:
+        """Fill a page with zeros, in all layers."""
+        if self._logs:
+            self._events.append(("clear", page))
+        for layer in self.layers:
+            (array,) = layer.exact_arrays
+            array[:, :, page * TAIL_ROWS : (page + 1) * TAIL_ROWS] = 0
 
     def close(self, span: ExactSpan) -> None:
         """Give the page of a sequence back."""

@@ -119,7 +119,9 @@ class Follower:
             group.take_copies()  # no other rank waits for this one's
         for kind, page, *numbers in plan["tail_events"]:
             assert pool.tails is not None
-            if kind == "copy":
+            if kind == "clear":
+                pool.tails.clear(page)
+            elif kind == "copy":
                 pool.tails.copy(page, *numbers)
             else:
                 length, count = numbers
