@@ -123,7 +123,8 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
                 assert logits[:-1].argmax(axis=-1).tolist() == text
                 continue
             _, own = _alone(name, model, prompt, text, model.make_cache(200, kv_bits=bits))
-            assert table.median(table.errors(logits, own)) < AGREE
+            # Where rounding differs, a number may be quantized to its neighbour.
+            assert table.median(table.errors(logits, own)) < 2 * AGREE
             assert table.worst(table.errors(logits, own)) < QUANTIZED_AGREE
 
 

@@ -193,7 +193,13 @@ def test_options() -> None:
         CacheOptions.from_keywords(kv_group_size=8, kv_format=TUNED)
     plain = CacheOptions.from_keywords(kv_bits=4, kv_format="pmx")
     assert CacheOptions.from_json(plain.as_json()) == plain != CacheOptions(4)
-    assert [own.layer(0).rotates for own in (plain, CacheOptions(4), CacheOptions(8))] == [False, True, False]
-    for bits in (None, 8, 0):
-        with pytest.raises(ArgumentError, match="kv_format is pmx, a format of 4 bits"):
-            CacheOptions.from_keywords(kv_bits=bits, kv_format="pmx")
+    assert [own.layer(0).rotates for own in (plain, CacheOptions(4), CacheOptions(8))] == [False, True, True]
+    assert not CacheOptions.from_keywords(kv_format="pmx").layer(0).rotates
+    with pytest.raises(ArgumentError, match="kv_format is pmx, which quantizes"):
+        CacheOptions.from_keywords(kv_bits=0, kv_format="pmx")
+    assert [CacheOptions(bits).any_tail for bits in (0, 4, 8)] == [False, True, False]
+    assert [CacheOptions(bits, tail=True).any_tail for bits in (4, 8)] == [True, True]
+    assert not plain.any_tail
+    for wrong in ({"kv_tail": 128}, {"kv_tail": True, "kv_bits": 0}):
+        with pytest.raises(ArgumentError, match="kv_tail is"):
+            CacheOptions.from_keywords(**wrong)

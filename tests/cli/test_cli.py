@@ -54,7 +54,7 @@ def test_text_to_standard_output_and_statistics_to_standard_error() -> None:
     assert "<|" not in done.stdout
     assert done.stdout.endswith("\n")
     for pattern in (
-        r"^cache: 2048 tokens reserved, 8 bits in groups of 32, \d+\.\d\d MB$",
+        r"^cache: 2048 tokens reserved, 8 bits in groups of 32, keys rotated, \d+\.\d\d MB$",
         r"^prompt: \d+ tokens, [\d.]+ tokens/s$",
         r"^generated: \d+ tokens, [\d.]+ tokens/s, ended by stop$",
         r"^first token: \d+\.\d{3} s, after \d+\.\d\d s of loading$",

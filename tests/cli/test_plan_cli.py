@@ -254,7 +254,7 @@ def test_what_is_planned_is_what_generate_reserves(tmp_path: Path) -> None:
         made = json.loads(call("plan", folder, "--json", *flags).stdout)
         done = call("generate", "Hello", "--model", folder, "-m", "1", *flags)
         line = f"cache: {made['max_kv_size']} tokens reserved, {made['kv_bits']} bits in groups of"
-        fitted = ""
+        fitted = ", keys rotated"
         if made["kv_bits"] == 4:
             fitted = ", scales fitted, keys rotated, first 4 and last 108 tokens exact"
         size = format_bytes(made["bytes"]["cache"])

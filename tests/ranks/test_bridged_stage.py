@@ -143,7 +143,8 @@ def test_what_a_rank_holds(folder: Path, middle: Ranks) -> None:
     cache = part.make_cache(64, kv_bits=8)
     held = [layer.nbytes for layer in cache]
     assert held[0] == held[3] == 0 < min(held[1:3])
-    assert cache.describe() == ["2 layers: 64 rows for a window of 8 tokens, 8 bits in groups of 32, 8.70 kB"]
+    window = "2 layers: 64 rows for a window of 8 tokens"
+    assert cache.describe() == [f"{window}, 8 bits in groups of 32, keys rotated, 8.70 kB"]
     part.check_cache(load_bridged(folder).make_cache(64))  # of the same model
 
 

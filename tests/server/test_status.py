@@ -107,7 +107,7 @@ def test_props_say_what_is_in_force(server: Running) -> None:
         "bytes": service.pool.nbytes,
     }
     sizes["checkpoints"] = 0
-    cache = {"format": "8 bits in groups of 32"}
+    cache = {"format": "8 bits in groups of 32, keys rotated"}
     cache |= {"kv_bits": 8, "kv_group_sizes": [32], "kv_bias_split": True, "kernels": "unfused"}
     assert found["pool"] == sizes | cache
     engine = {"prefill_step_size": 512, "deterministic": False, "max_queue": 16, "draft": "none"}

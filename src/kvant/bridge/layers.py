@@ -184,8 +184,6 @@ class BridgedLayer:
         self.step, self.appended = step, False
         self.offset: Any = step.offset  # tokens so far
         self._fetched: tuple[mx.array, mx.array] | None = None
-        # those fetched, as they are stored, where that is otherwise
-        self._stored_keys: mx.array | None = None
         self._waiting = NewTokens()
         self._exact: ExactTail | None = None
 
@@ -222,14 +220,12 @@ class BridgedLayer:
         self._append(transform.keys(keys), values, rows)
         stored_keys, fetched_values = self._read(keys.dtype)
         fetched_keys = transform.restored(stored_keys)
-        if transform.name:
-            self._stored_keys = stored_keys
         fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
         if own.shared:
             self._fetched = fetched
         self.appended = True
         self.offset = self.offset + self.step.new_tokens
-        hook.remember(self, *fetched)
+        hook.remember(self, *fetched, stored_keys if transform.name else None)
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -275,8 +271,8 @@ class BridgedLayer:
         if sinks is not None and transform.center is not None:
             self.attends = False
             return None
-        if self._stored_keys is not None:
-            query, key = transform.queries(query), self._stored_keys
+        if (stored_keys := hook.stored_keys_of(key)) is not None:
+            query, key = transform.queries(query), stored_keys
         if (backend := self.layer.backend) is not None and self.step.new_tokens == S:
             output = self._attend_fused(query, key.shape[2], mask, backend, score_scale=scale, sinks=sinks)
             if output is not None:

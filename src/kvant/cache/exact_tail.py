@@ -106,8 +106,8 @@ class KeptTokens:
         span.start = max(span.start, self.length + num_tokens)
 
 
-# What other ranks do as well: "clear" a page, "copy" it to another, or "write" to it, behind so many tokens, the
-# first of those that waited.
+# What other ranks do as well: "clear" a page, "copy" it to another, or "write" to it, behind so many tokens,
+# the first of those that waited.
 TailEvent = tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, int]
 
 
@@ -222,13 +222,14 @@ class KeptTails:
         """All of them."""
         return [array for own in self.tokens for array in own.arrays]
 
-    def place(self, sequences: Sequence["PoolSequence"], new_tokens: int, *, fused: bool) -> ExactRows | None:
+    def place(self, sequences: Sequence["PoolSequence"], new_tokens: int) -> ExactRows | None:
         """Begin a step; as :func:`place_exact`. None: the sequences have no exact tails."""
         self.write()
         self._sequences = sequences
         spans = [sequence.tail for sequence in sequences if sequence.tail is not None]
         lengths = [sequence.length for sequence in sequences]
-        return self.place_spans(spans, lengths, new_tokens, fused=fused) if spans else None
+        is_fused = any(group.is_fused for sequence in sequences[:1] for group in sequence.pool.groups)
+        return self.place_spans(spans, lengths, new_tokens, fused=is_fused) if spans else None
 
     def place_spans(
         self, spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool

@@ -135,8 +135,7 @@ class PoolBatch:
             every = self.lengths
             lengths = every[: len(self.sequences)]
             placed = {}
-            is_fused = any(group.is_fused for group in self.pool.groups)
-            exact = self.kept.place(self.sequences, S, fused=is_fused)
+            exact = None if self.pool.tails is None else self.kept.place(self.sequences, S)
             for number, group in enumerate(self.pool.groups):
                 tables = [sequence.tables[number] for sequence in self.sequences]
                 rows = self.deferred.place(group, tables[0], S)
@@ -183,7 +182,8 @@ class PoolBatch:
             new = [list(given[b][: each[b]]) for b in range(count)]
             if any(len(own) != number for own, number in zip(new, each, strict=True)):
                 raise ValueError(f"ids has {[len(own) for own in given]} tokens; expected {list(each)}")
-            self.kept.commit(each)
+            if self.kept.tokens:
+                self.kept.commit(each)
             for b, sequence in live:
                 sequence.commit(new[b])
             self.end_step()
@@ -191,7 +191,8 @@ class PoolBatch:
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         self.deferred.write()
-        self.kept.write()
+        if self.kept.tokens:
+            self.kept.write()
         self.step = None
         self.embeddings = None
         self._next_embeddings = None

@@ -152,7 +152,7 @@ def test_the_command(tmp_path: Path) -> None:
     flags = (["--kv-bits", "4"], ["--kv-format", str(file)], ["--kv-bits", "8"])
     four, tuned, eight = (json.loads(call("plan", *given, "--json").stdout) for given in flags)
     assert tuned["kv_format"] == str(file)
-    assert four["bytes"]["cache"] < tuned["bytes"]["cache"] < eight["bytes"]["cache"]
+    assert four["bytes"]["cache"] <= tuned["bytes"]["cache"] < eight["bytes"]["cache"]
     for arguments, code, reason in (
         (
             ["generate", "--kv-format", str(file), "--kv-bits", "8"],
@@ -181,7 +181,7 @@ def test_a_bridged_model(name: str) -> None:
     """With learned sinks nothing is centered; of a model that attends in its own way no queries are seen."""
     model = bridged(name)
     text = Text("random", (tuple(LONG[:100]), tuple(LONG[100:200])), 0)
-    chosen, tried = tune(model, text, kv_bits=4, kv_group_size=16, max_kld=1e-4)
+    chosen, tried = tune(model, text, kv_bits=4, kv_group_size=16, max_kld=1e-4, kv_tail=False)
     names = [row.name for row in tried]
     assert ("center" in names) == (name != "gpt_oss")
     plain = tried[0].figures.mean_kld_nats
