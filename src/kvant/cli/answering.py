@@ -147,4 +147,6 @@ def _reserve(
     kind = describe_formats(pool.formats)
     together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
     say(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", run.quiet)
+    if warning := session.settings.cache.warning:
+        say(f"note: {warning}", run.quiet)
     return pool

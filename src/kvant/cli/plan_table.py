@@ -94,6 +94,8 @@ def plan_lines(
     cells = [[name, f"{count:,}", format_bytes(count), remark] for name, count, remark in rows if count]
     yield f"{model} on a {machine.device.upper()}"
     yield _aligned([["", "bytes", "", ""], *cells], last_left=True)
+    if warning := settings.cache.warning:
+        yield f"note: {warning}"
     spare = machine.limit_bytes - made.total
     if spare >= 0:
         yield f"fits, {format_bytes(spare)} to spare"
@@ -223,6 +225,7 @@ def _describe_cache(made: MemoryPlan, bits: int) -> str:
         if cache.kv_bits and cache.kv_group_size and not cache.kv_format
         else ""
     )
+    kept += ", with an exact tail" if cache.any_tail else ""
     kept += f" and {cache.checkpoints} checkpoints" if cache.checkpoints else ""
     if (count := made.settings.sequences) is None:
         return f"{made.max_kv_size} tokens at {bits} bits{kept}"

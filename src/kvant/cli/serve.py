@@ -148,6 +148,8 @@ def serve(
             pooled = drafts if isinstance(drafts, PooledDrafts) else None
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)
         say(f"cache: {pool.describe()}")
+        if warning := session.settings.cache.warning:
+            say(f"note: {warning}")
         if disk is not None:
             say(f"disk cache: {disk.describe()}")
         code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))

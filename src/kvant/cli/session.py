@@ -147,6 +147,7 @@ def open_session(
     session.load_s += time.perf_counter() - started
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
     lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
+    lines += [f"note: {warning}"] if (warning := session.settings.cache.warning) else []
     say("\n  ".join(lines), run.quiet or not announce)
     session.drafts = drafts_for_pool(session, run, session.cache.pool, announce=announce)
     return session
