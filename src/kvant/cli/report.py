@@ -35,10 +35,9 @@ def report(
         typer.Option(
             metavar="F,F...",
             help="Cache formats: bits, g, group, :nosplit for biases in the cache, :pmx for keys that are "
-            "not rotated, "
-            "such as 8g32,4g64:nosplit,4g32:pmx; 0 is the reference; default: 8 and 4 bits in groups of 32 "
-            "and 64, "
-            "with and without the bias split.",
+            "not rotated, :tail or :notail for exact first and last tokens or none, such as "
+            "8g32,4g64:nosplit,4g32:notail; 0 is the reference; default: 8 and 4 bits in groups of 32 and "
+            "64, with and without the bias split.",
         ),
     ] = None,
     text: Annotated[
