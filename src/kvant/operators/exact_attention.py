@@ -64,9 +64,8 @@ def attend_few_exactly(
     columns = [0, *accumulate(max(0, stop - start) for start, stop in zip(first, last, strict=True))]
     value_bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     has_bias_scores = bias_split is not None and bool(bias_split.pairs)
-    of_values = (
-        value_bias if sinks is not None else None
-    )  # each weight takes its bias along, as in attend_tokens
+    # With learned sinks each weight takes its bias along, as in attend_tokens.
+    of_values = value_bias if sinks is not None else None
     queries = query.swapaxes(1, 2).reshape(B * S, H, 1, D).astype(mx.float32)
     factors: list[mx.array] = []
     table = None

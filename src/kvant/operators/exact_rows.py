@@ -71,11 +71,6 @@ class ExactRows:
         """Return where the tail begins that the query at a position reads; behind it, if it reads none."""
         return min(max(position + 1 - TAIL_WINDOW, self.starts[sequence]), position + 1)
 
-    def all_exact(self, sequence: int, first: int) -> bool:
-        """Return whether queries that see tokens from ``first`` on read no quantized row."""
-        start = self.tail_start(sequence, self.ends[sequence] - 1)
-        return start <= max(first, self.sinks[sequence])
-
     def positions(self, sequence: int) -> mx.array:
         """Return the position of the token in each row of a sequence's page: (TAIL_ROWS,), 0 of none."""
         key = ("positions", sequence, self.ends[sequence], len(self.ends))
