@@ -242,8 +242,9 @@ def test_a_layer_takes_fewer_launches_than_mlx_lm_s(
     assert not {"copied", "AsType"} & {name for own in a_layer.values() for name in own}
     # mlx-lm adds the biases of queries, keys and values as it multiplies, if they are floats
     more = 3 if bits else 0
+    # A bridged model's queries and keys are rotated, each by itself; Qwen2's own biases forbid it.
     totals = {name: own.total() for name, own in a_layer.items()}
-    assert totals == {"kvant": 16, "a draft": 16, "bridged": 19 + more, "mlx-lm": 17 + more}
+    assert totals == {"kvant": 16, "a draft": 16, "bridged": 21 + more, "mlx-lm": 17 + more}
 
 
 def test_a_front_takes_no_more_launches_than_two_transforms(
