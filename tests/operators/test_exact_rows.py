@@ -18,7 +18,7 @@ from support.oracle import Array
 
 from kvant.cache.exact_tail import place_exact
 from kvant.cache.layer_format import DTYPE_NAMES, DTYPES, LayerFormat
-from kvant.operators import cpu_decode, cpu_paged_attention, cpu_prefill
+from kvant.operators import cpu_decode, cpu_paged_attention, cpu_prefill, paged_attention
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.exact_rows import ExactSpan
 from kvant.operators.paged_attention import append, multi_head_cache_attention
@@ -73,6 +73,7 @@ class Layer:
     arrays: list[mx.array] = field(init=False)
     exact: list[mx.array] = field(init=False)
     lacking: int | None = field(default=None, init=False)  # a sequence without the first exact rows
+    by_chunk: bool = field(default=False, init=False)  # all new tokens are read exactly, as by a GPU
 
     def __post_init__(self) -> None:
         case = self.case
@@ -235,10 +236,11 @@ class Layer:
         case = self.case
         position = case.before[b] + number
         is_exact = read_exactly(
-            position,
+            case.before[b] if self.by_chunk else position,
             self.first_rows(b),
             max(SINKS, min(case.start, case.before[b])),
         )
+        is_exact = np.append(is_exact, np.ones(position + 1 - len(is_exact), bool))
         sides = []
         for own, stored in zip((self.keys, self.values), quantized, strict=True):
             floats = own[b, :, : position + 1].swapaxes(0, 1)  # (K, T, D) -> (T, K, D)
@@ -465,3 +467,50 @@ def _check_bits(case: Case) -> None:
         for number in range(case.new):
             one = np.array(singly.step(1, number, [b]))
             np.testing.assert_array_equal(one[0, :, 0], together[b, :, number])
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("before", "new", "window"),
+    [
+        ((300,), 9, None),
+        ((300,), 40, None),
+        ((0,), 30, None),
+        ((2,), 20, None),
+        ((200, 3, 130), 20, None),
+        ((300, 200), 12, 50),
+        ((300, 200), 200, 150),
+    ],
+)
+@pytest.mark.parametrize(("bits", "value_dim"), [((4, 4), D), ((8, 4), D), ((4, 4), 2 * D)])
+def test_what_a_gpu_reads_unfused(
+    monkeypatch: pytest.MonkeyPatch,
+    before: tuple[int, ...],
+    new: int,
+    window: int | None,
+    bits: tuple[int, int],
+    value_dim: int,
+) -> None:
+    """More than a few new tokens share one tail: that of the first of them, and all new ones."""
+    monkeypatch.setattr(paged_attention, "attend_rows_on_cpu", paged_attention._attend_unfused)
+    layer = Layer(Case(before, new, bits=bits, value_dim=value_dim, window=window))
+    layer.by_chunk = True
+    layer.check(layer.step(new))
+
+
+@on_cpu
+def test_what_a_gpu_reads_unfused_of_tokens_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "attend_rows_on_cpu", paged_attention._attend_unfused)
+    for split in (False, True):
+        layer = Layer(Case((300,), 40, window=150, split=split))
+        layer.by_chunk = True
+        layer.check(layer.step_that_waits())
+
+
+@on_cpu
+@pytest.mark.parametrize("new", [1, 3, 8])
+def test_what_a_gpu_reads_unfused_of_a_few_tokens(monkeypatch: pytest.MonkeyPatch, new: int) -> None:
+    """Each its own tail, as on a CPU."""
+    monkeypatch.setattr(paged_attention, "attend_rows_on_cpu", paged_attention._attend_unfused)
+    layer = Layer(Case((300, 2, 120), new))
+    layer.check(layer.step(new))
