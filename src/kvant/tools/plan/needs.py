@@ -48,7 +48,7 @@ QUEUED_PARTS = 4  # of a dequantized matrix, beside one a core; measured (1 to 8
 MASK_BYTES = 16  # of a window's mask for each query and token: its terms and their product
 # Of an exact tail: bytes of a number, and copies of a layer's: as they wait, joined and as floats.
 TAIL_BYTES = 2
-TAIL_COPIES = 6
+TAIL_COPIES = 4
 SCORE_COPIES = 3  # that one call of attention may hold: scores, with the mask, and their softmax
 # Of a bridged model. Each projection's output: as it came, as it goes on, and sums of it.
 OUTPUT_COPIES = 3
@@ -285,7 +285,8 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
         own, narrow = read(leaf, new, tokens), (leaf.window or leaf.chunk or tokens) < tokens
         mask = MASK_BYTES * new * own if narrow or leaf.takes_array else 0
         heads = leaf.query_heads or checkpoint.heads()
-        if not leaf.query_heads or (on_cpu and mask and new > 1):
+        # A layer with an exact tail attends in kvant's own way, in blocks or tiles.
+        if not leaf.query_heads or (on_cpu and mask and new > 1 and not has_tail):
             return mask + FLOAT32 * SCORE_COPIES * heads * new * own
         made = makes_scores(
             device_kind(on_cpu),
@@ -301,8 +302,6 @@ def _bridged_needs(checkpoint: BridgedCheckpoint, settings: Settings, *, on_cpu:
     # Of a cached number: as a float, through as much again on a CPU, and unpacked.
     forms = DEQUANTIZED_COPIES * FLOAT32 if on_cpu else itemsize + _unpacked_bytes(settings.cache.kv_bits)
     has_tail = settings.cache.any_tail
-    if has_tail and on_cpu:  # exact rows are joined to the others
-        forms += FLOAT32
 
     def chunk(new: int, tokens: int, count: int = 1) -> int:
         scores = max((attend(leaf, new, tokens) for leaf in attention), default=0)
