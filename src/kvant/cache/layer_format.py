@@ -4,7 +4,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -265,10 +265,8 @@ class LayerFormat:
         """What is stored of ``rows`` exact rows of the tail: nothing, or one array."""
         if not self.tail_dtype:
             return []
-        shape, width = (2, self.num_kv_heads, rows), self.head_dim
-        if self.value_head_dim != self.head_dim:
-            shape, width = (1, self.num_kv_heads, rows), self.head_dim + self.value_head_dim
-        return [(self.tail_dtype, (*shape, width))]
+        floats = replace(self, kv_bits=0, value_bits=0, dtype=self.tail_dtype)
+        return [floats.arrays(rows)["cache"]]
 
     def tail_pages(self, pages: int) -> list[Stored]:
         """What is stored of the tails of so many sequences."""

@@ -34,7 +34,7 @@ class CacheOptions:
         rotates: without a format, keys that are quantized go through a Hadamard transform, as in
             :class:`kvant.operators.key_transform.KeyTransform`. A caller's ``kv_format="pmx"`` turns it off.
         tail: whether layers that quantize store the first and the last tokens of a sequence exactly as well
-            (:mod:`kvant.operators.exact_rows`). None: those of 4 bits do, but for ``kv_format="pmx"``.
+            (:mod:`kvant.operators.exact_rows`). None: those of 4 bits do, unless ``kv_format`` is ``"pmx"``.
 
     Raises:
         ArgumentError: a field out of range. Whether a group divides a head is checked with the model.

@@ -68,28 +68,19 @@ def read_rows(
     runs: Sequence[Run],
     waiting: Sequence[mx.array] = (),
     *,
-    quant_bit: int,
-    value_bit: int = 0,
-    dtype: mx.Dtype,
     key_dim: int,
     copy: bool = False,
+    **form: Any,
 ) -> tuple[mx.array, mx.array]:
     """Keys and values (1, K, T, D) of rows, and of tokens behind them that wait to be written.
+
+    ``form``: of :func:`kvant.operators.stored_tokens.float_rows`.
 
     A single run is read as a slice. With ``copy`` its quantized values are copied to lie side by side: MLX
     converts rows that are apart to float three times as slowly on a CPU (1,500 rows of 8 heads of 64: 225 us;
     a copy and the conversion of it 70 and 76).
     """
-    rows = read_float_rows(
-        arrays,
-        runs,
-        waiting,
-        quant_bit=quant_bit,
-        value_bit=value_bit,
-        dtype=dtype,
-        key_dim=key_dim,
-        copy=copy,
-    )
+    rows = read_float_rows(arrays, runs, waiting, key_dim=key_dim, copy=copy, **form)
     return keys_and_values(rows, key_dim)
 
 

@@ -73,27 +73,13 @@ def fitted_tokens(
 
 
 def float_tokens(
-    stored: Sequence[mx.array],
-    *,
-    quant_bit: int,
-    value_bit: int = 0,
-    dtype: mx.Dtype,
-    product_dtype: mx.Dtype | None = None,
-    key_dim: int | None = None,
+    stored: Sequence[mx.array], *, key_dim: int | None = None, **form: Any
 ) -> tuple[mx.array, mx.array]:
     """The reverse of :func:`stored_tokens`, with B or without it: keys and values (B, K, S, D) in ``dtype``.
 
-    The arguments are those of :func:`float_rows`.
+    ``form``: of :func:`float_rows`.
     """
-    rows = float_rows(
-        stored,
-        quant_bit=quant_bit,
-        value_bit=value_bit,
-        dtype=dtype,
-        product_dtype=product_dtype,
-        key_dim=key_dim,
-    )
-    return keys_and_values(rows, key_dim)
+    return keys_and_values(float_rows(stored, key_dim=key_dim, **form), key_dim)
 
 
 def float_rows(
