@@ -19,29 +19,32 @@ MODULES = "mlx_lm.models."
 mlx_lm_attention: Attention = getattr(base, NAME)
 
 
-Fetched = tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Any]", mx.array | None]
+Rows = tuple[mx.array, mx.array]  # keys and values
+Fetched = tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Any]", Rows | None]
 
-# By the id of the keys: the keys, the values, their BridgedLayer, and the keys as they are stored. Nothing
-# outlives the keys: lazy arrays that are kept would have the cache's buffers copied at the next append.
+# By the id of the keys: the keys, the values, their BridgedLayer, and keys and values as they are
+# stored. Nothing outlives the keys: lazy arrays that are kept would have the cache's buffers copied at the next append.
 _fetched: dict[int, Fetched] = {}
 
 
-def remember(owner: Any, key: mx.array, value: mx.array, stored_keys: mx.array | None = None) -> None:
+def remember(owner: Any, key: mx.array, value: mx.array, stored: Rows | None = None) -> None:
     """Have attention to these very arrays computed by their cache, for as long as they live.
 
-    ``stored_keys``: the keys as they are stored, if that is otherwise.
+    ``stored``: keys and values as they are stored, if that is otherwise.
     """
     place = id(key)
     _fetched[place] = (
         weakref.ref(key, lambda _: _fetched.pop(place, None)),
         weakref.ref(value),
         weakref.ref(owner),
-        stored_keys,
+        stored,
     )
 
 
-def stored_keys_of(key: mx.array) -> mx.array | None:
-    """Return the keys as they are stored of an array that :func:`remember` was given; None: as they are."""
+def stored_rows_of(key: mx.array) -> Rows | None:
+    """Return keys and values as they are stored, by keys that :func:`remember` was given; None: as they
+    are.
+    """
     known = _fetched.get(id(key))
     return None if known is None or known[0]() is not key else known[3]
 

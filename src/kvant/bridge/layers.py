@@ -217,15 +217,15 @@ class BridgedLayer:
                 f"with widths {own.head_dim} and {own.value_head_dim}"
             )
         transform = self.layer.transform
-        self._append(transform.keys(keys), values, rows)
-        stored_keys, fetched_values = self._read(keys.dtype)
-        fetched_keys = transform.restored(stored_keys)
-        fetched = fetched_keys, fetched_keys if value_is_key else fetched_values
+        self._append(transform.keys(keys), transform.values(values), rows)
+        stored = self._read(keys.dtype)
+        fetched_keys = transform.restored(stored[0])
+        fetched = fetched_keys, fetched_keys if value_is_key else transform.values(stored[1])
         if own.shared:
             self._fetched = fetched
         self.appended = True
         self.offset = self.offset + self.step.new_tokens
-        hook.remember(self, *fetched, stored_keys if transform.name else None)
+        hook.remember(self, *fetched, stored if transform.name else None)
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -266,13 +266,30 @@ class BridgedLayer:
             mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or
                 more.
         """
-        own, S, transform = self.layer.format, query.shape[2], self.layer.transform
+        transform = self.layer.transform
         # A sink's share would change with the constant.
         if sinks is not None and transform.center is not None:
             self.attends = False
             return None
-        if (stored_keys := hook.stored_keys_of(key)) is not None:
-            query, key = transform.queries(query), stored_keys
+        stored = hook.stored_rows_of(key)
+        if stored is None:
+            return self._attend_stored(query, key, value, scale=scale, mask=mask, sinks=sinks)
+        output = self._attend_stored(transform.queries(query), *stored, scale=scale, mask=mask, sinks=sinks)
+        return None if output is None else transform.values(output)
+
+    def _attend_stored(
+        self,
+        query: mx.array,
+        key: mx.array,
+        value: mx.array,
+        *,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attend as :meth:`attend_fetched` does, to keys and values as they are stored."""
+        own = self.layer.format
+        S = query.shape[2]
         if (backend := self.layer.backend) is not None and self.step.new_tokens == S:
             output = self._attend_fused(query, key.shape[2], mask, backend, score_scale=scale, sinks=sinks)
             if output is not None:

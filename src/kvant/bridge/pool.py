@@ -372,16 +372,23 @@ def formats_of(
 def _choices(found: Sequence[Entry], options: CacheOptions) -> list[LayerChoice]:
     """Return how each layer that keeps rows stores tokens.
 
-    Keys are rotated by default if queries meet them in mlx-lm's attention function, where they are rotated
-    too. A model that attends in its own way, such as to latents that are keys and values at once, would have
-    them turned back at every step.
+    Keys and values are rotated by default if queries meet them in mlx-lm's attention function, where queries
+    and outputs are rotated too. A model that attends in its own way, such as to latents that are keys
+    and values at once, would have them turned back at every step.
     """
     return [
         options.layer(
-            number, can_rotate=leaf.query_heads > 0 and not leaf.value_is_key and can_rotate(leaf.key_dim)
+            number,
+            can_rotate=_reads_stored_rows(leaf) and can_rotate(leaf.key_dim),
+            can_rotate_values=_reads_stored_rows(leaf) and leaf.value_dim > 0 and can_rotate(leaf.value_dim),
         )
         for number, leaf in enumerate(leaves_of(found, Attention))
     ]
+
+
+def _reads_stored_rows(leaf: Attention) -> bool:
+    """Return whether queries meet a layer's keys in mlx-lm's attention function."""
+    return leaf.query_heads > 0 and not leaf.value_is_key
 
 
 def _attends_to_rows(leaf: Attention) -> bool:
@@ -389,7 +396,7 @@ def _attends_to_rows(leaf: Attention) -> bool:
 
     A model that attends in its own way is given one array for all queries, and its own masks.
     """
-    return leaf.query_heads > 0 and not leaf.value_is_key and leaf.value_dim > 0 and leaf.chunk is None
+    return _reads_stored_rows(leaf) and leaf.value_dim > 0 and leaf.chunk is None
 
 
 def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:

@@ -18,7 +18,7 @@ from kvant.cache.identity import Identity
 from kvant.errors import ArgumentError, KvantError, SnapshotError, one_line
 from kvant.files import read_user_file, unique_keys
 from kvant.operators.bias_split import BiasSplit
-from kvant.operators.key_transform import KeyTransform
+from kvant.operators.key_transform import VALUES, KeyTransform
 from kvant.operators.quantization import QUANT_BITS
 
 NAME = "kv_format"
@@ -37,14 +37,15 @@ class LayerChoice:
     Attributes:
         kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`. ``kv_bits`` are the keys'.
         value_bits: of values; made without them: the keys'.
-        rotates, center, balance: those of :class:`kvant.operators.key_transform.KeyTransform`, the balance as
-            exponents of 2; (): none.
+        rotates, rotates_values, center, balance: those of
+            :class:`kvant.operators.key_transform.KeyTransform`, the balance as exponents of 2; (): none.
     """
 
     kv_bits: int
     value_bits: int = field(default=-1, kw_only=True)
     kv_group_size: int
     rotates: bool = False
+    rotates_values: bool = field(default=False, kw_only=True)
     center: Rows = ()
     balance: tuple[tuple[int, ...], ...] = ()
 
@@ -59,7 +60,12 @@ class LayerChoice:
     @cached_property
     def name(self) -> str:
         """The name of its key transform: its parts, and a digest of their numbers; "": none."""
-        has = {"center": self.center, "balance": self.balance, "rotate": self.rotates}
+        has = {
+            "center": self.center,
+            "balance": self.balance,
+            "rotate": self.rotates,
+            VALUES: self.rotates_values,
+        }
         parts = "+".join(part for part, value in has.items() if value)
         numbers = [self.center, self.balance]
         return parts and f"{parts}:{hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]}"
@@ -74,7 +80,7 @@ class LayerChoice:
         own = slice(heads.start, heads.stop)
         center = mx.array(self.center[own], mx.float32)[:, None] if self.center else None
         balance = mx.power(2.0, mx.array(self.balance[own], mx.float32))[:, None] if self.balance else None
-        return KeyTransform(self.name, split, center, balance, self.rotates)
+        return KeyTransform(self.name, split, center, balance, self.rotates, self.rotates_values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,8 @@ class KVFormat:
         for layer in layers:  # files of before have none
             if layer["value_bits"] == layer["kv_bits"]:
                 del layer["value_bits"]
+            if not layer["rotates_values"]:
+                del layer["rotates_values"]
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -172,20 +180,30 @@ def _parsed(raw: object, path: str) -> KVFormat:
 
 def _layer(raw: object) -> LayerChoice:
     names = [each.name for each in fields(LayerChoice)]
-    if not isinstance(raw, dict) or {"value_bits", *raw} != {*names}:
+    if not isinstance(raw, dict) or {"value_bits", "rotates_values", *raw} != {*names}:
         raise ValueError("a layer has other parts than " + ", ".join(names))
     bits, group = raw["kv_bits"], raw["kv_group_size"]
     values: Any = raw.get("value_bits", bits)
     for own in (bits, values):
         if type(own) is not int or own not in QUANT_BITS or type(group) is not int or group < 1:
             raise ValueError(f"a layer of {own!r:.20} bits in groups of {group!r:.20}")
-    if type(raw["rotates"]) is not bool:
-        raise ValueError(f"rotates is {raw['rotates']!r:.20}; expected true or false")
+    rotates_values = raw.get("rotates_values", False)
+    for name, given in (("rotates", raw["rotates"]), ("rotates_values", rotates_values)):
+        if type(given) is not bool:
+            raise ValueError(f"{name} is {given!r:.20}; expected true or false")
     center = _rows("center", raw["center"], lambda number: type(number) in (int, float) and abs(number) < 1e6)
     balance = _rows(
         "balance", raw["balance"], lambda number: type(number) is int and abs(number) <= MAX_EXPONENT
     )
-    return LayerChoice(bits, group, raw["rotates"], center, balance, value_bits=values)
+    return LayerChoice(
+        bits,
+        group,
+        raw["rotates"],
+        center,
+        balance,
+        value_bits=values,
+        rotates_values=rotates_values,
+    )
 
 
 def _rows(name: str, raw: object, is_right: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.exact_rows import SINKS, SLACK, TAIL_ROWS, TAIL_WINDOW
+from kvant.operators.key_transform import VALUES
 from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, quantized_dtype
 
@@ -307,8 +308,7 @@ def describe_formats(formats: Sequence[LayerFormat]) -> str:
     fitted = ["scales fitted"] if any(FITTED_BITS in kind for kind in kinds) else []
     transforms = Counter(own.transform_name.partition(":")[0] for own in rows)
     changes = [
-        f"keys {'+'.join(KEY_WORDS.get(part, part) for part in name.split('+'))}"
-        + ("" if count == len(rows) else f" in {count} of {len(rows)} layers")
+        describe_transform(name) + ("" if count == len(rows) else f" in {count} of {len(rows)} layers")
         for name, count in sorted(transforms.items())
         if name
     ]
@@ -317,6 +317,17 @@ def describe_formats(formats: Sequence[LayerFormat]) -> str:
     if with_tail not in (0, len(rows)):
         tails = [f"{tails[0]} in {with_tail} of {len(rows)} layers"]
     return ", ".join([found, *fitted, *changes, *tails])
+
+
+def describe_transform(name: str) -> str:
+    """Say in words what a key transform of this name does, such as "keys and values rotated"."""
+    parts = [part for part in name.split("+") if part != VALUES]
+    changes = "+".join(KEY_WORDS.get(part, part) for part in parts)
+    if VALUES not in name:
+        return f"keys {changes}"
+    if parts == ["rotate"]:
+        return "keys and values rotated"
+    return f"keys {changes}, values rotated" if parts else "values rotated"
 
 
 def stored_of(arrays: Iterable[mx.array | None]) -> tuple[Stored | None, ...]:
@@ -396,8 +407,10 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserv
     expected = asdict(own)
     for name, value in asdict(given).items():
         if name not in ignored and value != expected[name]:
-            is_plain = name == "transform_name" and not value and bool(given.kv_bits)
-            hint = " (it was written with kv_format pmx, or by an older kvant)" if is_plain else ""
+            hint = ""
+            if name == "transform_name" and given.kv_bits:
+                other = "another kv_format" if value else "kv_format pmx"
+                hint = f" (it was written with {other}, or by an older kvant)"
             return f"{name} is {_shown(value)}; expected {_shown(expected[name])}{hint}"
     return None
 

@@ -33,6 +33,7 @@ class CacheOptions:
         kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
         rotates: without a format, keys that are quantized go through a Hadamard transform, as in
             :class:`kvant.operators.key_transform.KeyTransform`. A caller's ``kv_format="pmx"`` turns it off.
+        rotates_values: then values of 4 bits do as well. False is for files of earlier versions.
         tail: whether layers that quantize store the first and the last tokens of a sequence exactly as well
             (:mod:`kvant.operators.exact_rows`). None: those of 4 bits do, unless ``kv_format`` is ``"pmx"``.
 
@@ -47,6 +48,7 @@ class CacheOptions:
     checkpoints: int = 0
     kv_format: KVFormat | None = None
     rotates: bool = True
+    rotates_values: bool = True
     tail: bool | None = None
 
     def __post_init__(self) -> None:
@@ -133,18 +135,24 @@ class CacheOptions:
         kv_format = stored["kv_format"]
         return cls(**{**stored, "kv_format": kv_format and KVFormat.of(kv_format)})
 
-    def layer(self, number: int, *, can_rotate: bool = True) -> LayerChoice:
+    def layer(self, number: int, *, can_rotate: bool = True, can_rotate_values: bool = True) -> LayerChoice:
         """Return how a layer stores its tokens.
 
         Args:
             number: of the layer, of those that keep keys and values.
-            can_rotate: whether its keys can go through a Hadamard transform. A tuned format has decided that
-                itself.
+            can_rotate, can_rotate_values: whether its keys, and its values, can go through a Hadamard
+                transform. A tuned format has decided that itself.
         """
         if self.kv_format is not None:
             return self.kv_format.layers[number]
         rotates = self.rotates and can_rotate and bool(self.kv_bits)
-        return LayerChoice(self.kv_bits, self.group_size, rotates)
+        rotates_values = self.rotates_values and self.rotates and can_rotate_values
+        return LayerChoice(
+            self.kv_bits,
+            self.group_size,
+            rotates,
+            rotates_values=rotates_values and self.kv_bits == FITTED_BITS,
+        )
 
     @property
     def any_tail(self) -> bool:

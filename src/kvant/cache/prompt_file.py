@@ -50,6 +50,8 @@ class PromptCacheFile(Sequence[KVCache]):
                 bias_split=any(layer.split_pairs is not None for layer in layers),
                 # versions that rotated no keys wrote such files too
                 rotates=any("rotate" in layer.transform_name for layer in layers),
+                # and versions that rotated no values
+                rotates_values=any("rotate-values" in layer.transform_name for layer in layers),
             )
             made = reserve_cache(self._max_seq_len, options)
         except ContextError:

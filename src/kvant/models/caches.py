@@ -87,7 +87,8 @@ def layer_choice(
     """Return how a layer stores its tokens; its keys are not rotated if biases of some rotary pairs are
     split off.
     """
-    return options.layer(layer, can_rotate=not pairs and can_rotate(config.head_dim))
+    has_blocks = can_rotate(config.head_dim)
+    return options.layer(layer, can_rotate=not pairs and has_blocks, can_rotate_values=has_blocks)
 
 
 def pool_format(

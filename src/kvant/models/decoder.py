@@ -75,9 +75,9 @@ class Attention:
         if self.rotates:  # queries and keys turn by the same angles: one call for both
             query_key = rotate(query_key)
         query_key = transform.query_key(query_key, H)
-        query, key, value = query_key[:, :H], query_key[:, H:], qkv[:, H + K :]
+        query, key, value = query_key[:, :H], query_key[:, H:], transform.values(qkv[:, H + K :])
         if cache is not None:
-            output = cache.multi_head_cache_attention(query, key, value)
+            output = transform.values(cache.multi_head_cache_attention(query, key, value))
         else:
             mask = None if self.window is None or self.window >= S else window_mask(S, S, self.window)
             output = attend_tokens(query, key, value, mask=mask)

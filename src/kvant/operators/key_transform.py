@@ -1,21 +1,24 @@
-"""What is done to keys before a layer's cache quantizes them, and to queries so that attention stays the
-same.
+"""What is done to keys and values before a layer's cache quantizes them, and to queries and outputs so that
+attention stays the same.
 
 A few large channels take the range that a group's other values need. Three changes undo that, and none of
 them changes attention but by rounding. A constant taken out of every key adds the same to all scores of a
 query, which a softmax does not see. A channel divided in keys and multiplied in queries gives the same
 products. So does an orthogonal transform of both. They are applied after the rotary positions, in this order:
-center, balance, rotate.
+center, balance, rotate. Values can go through the same orthogonal transform, which is its own inverse: then
+the output of attention goes through it once more.
 
 Sources: SmoothQuant (arXiv 2211.10438) for the balance, QuaRot (arXiv 2404.00456) for the Hadamard transform.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
+
+VALUES = "rotate-values"  # the part of a transform's name that is of values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +33,7 @@ class KeyTransform:
         balance: (K, 1, D) float32, powers of two, that keys are divided by and queries multiplied with.
         rotates: keys and queries go through a Hadamard transform, in blocks of the largest power of two that
             divides D.
+        rotates_values: values and outputs do. The value bias that is split off is added to such outputs.
     """
 
     name: str = ""
@@ -37,10 +41,14 @@ class KeyTransform:
     center: mx.array | None = None
     balance: mx.array | None = None
     rotates: bool = False
+    rotates_values: bool = False
     _made: dict[tuple[str, mx.Dtype, int, int], mx.array] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         split = self.bias_split
+        if split is not None and self.rotates_values:
+            split = replace(split, value_bias=rotated(split.value_bias))
+            object.__setattr__(self, "bias_split", split)
         if split is None or not split.pairs:
             return
         if self.rotates:
@@ -53,8 +61,7 @@ class KeyTransform:
             )
             if not mx.array_equal(pairs[:, 0], pairs[:, 1]).item():
                 raise ValueError("the balance differs within a rotary pair whose bias is split off")
-            split = BiasSplit(split.key_bias / pairs, split.pairs, split.rotation, split.value_bias)
-            object.__setattr__(self, "bias_split", split)
+            object.__setattr__(self, "bias_split", replace(split, key_bias=split.key_bias / pairs))
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -83,6 +90,10 @@ class KeyTransform:
     def queries(self, query: mx.array) -> mx.array:
         """Queries (R, H, S, D) for stored keys, in their dtype."""
         return self.query_key(query, query.shape[1])
+
+    def values(self, value: mx.array) -> mx.array:
+        """Values (R, K, S, Dv) as they are stored, or stored ones as they were given; outputs likewise."""
+        return rotated(value) if self.rotates_values else value
 
     def restored(self, key: mx.array) -> mx.array:
         """Stored keys (R, K, T, D) as they were given."""

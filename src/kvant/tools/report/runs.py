@@ -256,12 +256,7 @@ class SideBySide:
         sinks: mx.array | None = None,
     ) -> mx.array:
         """Attend through all caches; return the exact one's output."""
-        exact, *others = (
-            each.multi_head_cache_attention(
-                each.transform.queries(query), each.transform.keys(key), value, mask, sinks
-            )
-            for each in self._all
-        )
+        exact, *others = (_attend(each, query, key, value, mask, sinks) for each in self._all)
         wide = exact.astype(mx.float32)
         squares = [mx.square(x).sum() for x in (wide, *(given.astype(mx.float32) - wide for given in others))]
         mx.eval(exact, squares)
@@ -275,6 +270,22 @@ class SideBySide:
         if not math.isfinite(difference):
             return math.inf
         return math.sqrt(difference / exact) if exact else math.inf if difference else 0.0
+
+
+def _attend(
+    cache: AttentionCache,
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend through a cache, with its own transform."""
+    own = cache.transform
+    output = cache.multi_head_cache_attention(
+        own.queries(query), own.keys(key), own.values(value), mask, sinks
+    )
+    return own.values(output)
 
 
 def layer_errors(
