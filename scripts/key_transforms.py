@@ -89,7 +89,9 @@ def planted(
             key = both[:, H:] * factor * by_position(at) + constant
             return own.query_key(mx.concatenate([both[:, :H] / of_queries, key], axis=1), H)
 
-        return SimpleNamespace(query_key=query_key, bias_split=own.bias_split, center=own.center)
+        return SimpleNamespace(
+            query_key=query_key, values=own.values, bias_split=own.bias_split, center=own.center
+        )
 
     view.transform = property(changed)  # type: ignore[assignment, method-assign]
     try:

@@ -130,8 +130,8 @@ def test_sequences_of_different_lengths_are_what_each_is_alone(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "deepseek_v32"])
 def test_values_with_bits_of_their_own_in_company(name: str) -> None:
-    """In a window, beside states, and where there are no values: as alone, and about as near as 4 bits or
-    nearer.
+    """In a window, beside states, and where there are no values: as alone, and about as near as 4 bits that
+    are not rotated either, or nearer.
     """
     model = bridged(name)
     kinds = itertools.cycle([LayerChoice(8, 32, value_bits=4), LayerChoice(4, 32, value_bits=8)])
@@ -151,7 +151,7 @@ def test_values_with_bits_of_their_own_in_company(name: str) -> None:
     for logits, prompt, (text, expected) in zip(given, PROMPTS, references, strict=True):
         alone, four = (
             _alone(name, model, prompt, text, model.make_cache(200, **own))[1]
-            for own in ({"kv_format": tuned, "kv_tail": False}, {"kv_bits": 4, "kv_tail": False})
+            for own in ({"kv_format": tuned, "kv_tail": False}, {"kv_bits": 4, "kv_format": "pmx"})
         )
         assert table.median(table.errors(logits, alone)) < AGREE
         assert table.worst(table.errors(logits, alone)) < QUANTIZED_AGREE

@@ -14,7 +14,7 @@ from support.numbers import relative_error
 from support.pools import TEXT, next_logits, prefill, tiny_model
 
 from kvant import load_prompt_cache, make_prompt_cache, stream_generate
-from kvant.cache import CacheOptions
+from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.cache.layer_format import describe_formats
 from kvant.cache.pool import single_sizes
@@ -79,31 +79,32 @@ def test_a_bridged_model(name: str) -> None:
     assert relative_error(of_a_pool(kv_format=tuned), of_a_pool()) < NEAR
 
 
-def test_keys_of_four_bits_are_stored_rotated(pocket: Pocket, tmp_path: Path) -> None:
-    """By the Hadamard matrix: the first layer's keys are the same in every cache. And a file of plain ones
-    is read.
+def test_four_bits_are_stored_rotated(pocket: Pocket, tmp_path: Path) -> None:
+    """By the Hadamard matrix, values too: the first layer's are the same in every cache. And a file of plain
+    ones is read.
     """
     model, _ = pocket
     tokens, split = mx.array([TEXT[:200]]), {"bias_split": False}
 
-    def keys(**options: Any) -> tuple[mx.array, Any]:
+    def stored_rows(**options: Any) -> tuple[Sequence[mx.array], Any]:
         cache = model.make_cache(300, **options, **split)
         model(tokens, cache=cache)
         stored = [array[..., :200, :] for array in cache.pool.layers[0].arrays]
-        return float_tokens(stored, quant_bit=options["kv_bits"], dtype=mx.float32)[0][0], cache
+        return float_tokens(stored, quant_bit=options["kv_bits"], dtype=mx.float32)[0], cache
 
     (exact, _), (default, cache), (plain, of_pmx) = (
-        keys(kv_bits=0),
-        keys(kv_bits=4),
-        keys(kv_bits=4, kv_format="pmx"),
+        stored_rows(kv_bits=0),
+        stored_rows(kv_bits=4),
+        stored_rows(kv_bits=4, kv_format="pmx"),
     )
     step = mx.array([[1.0, 1.0], [1.0, -1.0]])
     matrix = mx.ones((1, 1))
     while len(matrix) < 64:
         matrix = mx.kron(matrix, step)
-    assert relative_error(default, exact @ matrix / 8) < 0.15
-    assert relative_error(plain, exact) < 0.15
-    assert "keys rotated" in describe_formats(cache.pool.formats)
+    for side in (0, 1):
+        assert relative_error(default[side], exact[side] @ matrix / 8) < 0.15
+        assert relative_error(plain[side], exact[side]) < 0.15
+    assert "keys and values rotated" in describe_formats(cache.pool.formats)
     of_pmx.save(tmp_path / "plain")
     with pytest.raises(SnapshotError, match=r"written with kv_format pmx"):
         model.make_cache(300, kv_bits=4, **split).load(tmp_path / "plain")
@@ -112,18 +113,34 @@ def test_keys_of_four_bits_are_stored_rotated(pocket: Pocket, tmp_path: Path) ->
     assert "keys rotated" not in describe_formats(read.cache.pool.formats)
 
 
+def test_a_file_whose_values_are_not_rotated_is_read(pocket: Pocket, tmp_path: Path) -> None:
+    """Earlier versions rotated keys alone."""
+    model, _ = pocket
+    earlier = model.reserve_cache(300, CacheOptions(4, rotates_values=False))
+    model(mx.array([TEXT[:200]]), cache=earlier)
+    assert "keys rotated" in describe_formats(earlier.formats)
+    earlier.save(tmp_path / "earlier")
+    with pytest.raises(SnapshotError, match=r"another kv_format, or by an older kvant"):
+        model.make_cache(300, kv_bits=4).load(tmp_path / "earlier")
+    read = load_prompt_cache(tmp_path / "earlier")
+    assert mx.array_equal(model(mx.array([[7, 9]]), cache=read), model(mx.array([[7, 9]]), cache=earlier))
+    assert read.cache.formats == earlier.formats
+
+
 def test_layers_that_cannot_be_rotated_stay_as_they_were(tmp_path: Path) -> None:
     """With biases of rotary pairs split off; and latents that are keys and values at once."""
     model = tiny_model(tmp_path, (None, 40))
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 16}
-    assert [own.transform_name for own in model.make_cache(9, **options).formats] == ["", ""]
-    assert all(own.transform_name for own in model.make_cache(9, **options, bias_split=False).formats)
-    transforms = {
-        name: {own.transform_name[:6] for own in bridged(name).make_cache(9, **options).formats}
-        for name in KINDS
-    }
-    assert transforms.pop("deepseek_v32") == {""}
-    assert all("rotate" in own for own in transforms.values())
+    assert _changes(model.make_cache(9, **options)) == {"rotate-values"}
+    assert _changes(model.make_cache(9, **options, bias_split=False)) == {"rotate+rotate-values"}
+    changes = {name: _changes(bridged(name).make_cache(9, **options)) for name in KINDS}
+    assert changes.pop("deepseek_v32") == {""}
+    assert all("rotate+rotate-values" in own for own in changes.values())
+
+
+def _changes(cache: ModelCache) -> set[str]:
+    """Return the parts of the key transforms of a cache's layers."""
+    return {own.transform_name.partition(":")[0] for own in cache.formats}
 
 
 @pytest.mark.parametrize("bits", [0, 84, 48])

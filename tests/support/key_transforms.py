@@ -17,7 +17,7 @@ def drawn_format(
     paired: bool = False,
     centers: bool = True,
 ) -> KVFormat:
-    """Center, balance and rotation of every layer; 8 and 4 bits in turn where ``bits`` is 84.
+    """Center, balance and rotation of every layer, and rotated values; 8 and 4 bits in turn where ``bits`` is 84.
 
     Where it is 48, layers have in turn 8 bits of keys and 4 of values, and the other way round.
 
@@ -38,6 +38,7 @@ def drawn_format(
                 tuple(map(tuple, rng.normal(0, 2, shape).round(3).tolist())) if centers else (),
                 tuple(map(tuple, balance.tolist())),
                 value_bits=(4, 8)[number % 2] if bits == 48 else -1,
+                rotates_values=own.value_head_dim > 0,
             )
         )
     return KVFormat("" if model.identity is None else model.identity.model, tuple(layers))

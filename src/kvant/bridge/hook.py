@@ -23,7 +23,8 @@ Rows = tuple[mx.array, mx.array]  # keys and values
 Fetched = tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Any]", Rows | None]
 
 # By the id of the keys: the keys, the values, their BridgedLayer, and keys and values as they are
-# stored. Nothing outlives the keys: lazy arrays that are kept would have the cache's buffers copied at the next append.
+# stored. Nothing outlives the keys: lazy arrays that are kept would have the cache's buffers copied at the
+# next append.
 _fetched: dict[int, Fetched] = {}
 
 

@@ -221,6 +221,8 @@ class BridgedLayer:
         stored = self._read(keys.dtype)
         fetched_keys = transform.restored(stored[0])
         fetched = fetched_keys, fetched_keys if value_is_key else transform.values(stored[1])
+        if value_is_key:
+            stored = stored[0], fetched_keys
         if own.shared:
             self._fetched = fetched
         self.appended = True

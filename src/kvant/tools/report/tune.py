@@ -14,6 +14,7 @@ from kvant.cache.options import CacheOptions
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.operators.key_transform import KeyTransform
+from kvant.operators.quantization import FITTED_BITS
 from kvant.tools.report.divergence import Figures
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.runs import CacheReader, Fed, feed, read_legs
@@ -66,9 +67,10 @@ class Statistics:
     queries: mx.array  # the root mean square of the queries that read them
     # rotary, whose biases are split off: the balance has to be the same for both elements
     pairs: tuple[int, ...]
+    rotates_values: bool  # as of kvant's default 4 bits
 
     @classmethod
-    def of(cls, watched: Watched) -> "Statistics":
+    def of(cls, watched: Watched, rotates_values: bool) -> "Statistics":
         sums = watched.sums
         split = watched.bias_split
         tokens = sums["tokens"]
@@ -80,7 +82,7 @@ class Statistics:
             sums.get("query squares", tokens * mx.ones_like(mean)).reshape(K, -1, mean.shape[-1]).mean(axis=1)
         )
         found = (mean + sums["base"]).squeeze(1), spread.squeeze(1), mx.sqrt(squares / tokens)
-        return cls(*found, () if split is None else split.pairs)
+        return cls(*found, () if split is None else split.pairs, rotates_values)
 
     def choice(self, keys: int, values: int, group: int, parts: str) -> LayerChoice:
         """How a layer stores tokens with bits of keys and of values, and some of center, balance and
@@ -96,6 +98,7 @@ class Statistics:
             center=tuple(map(tuple, center)),
             balance=tuple(map(tuple, self._exponents("center" in names))) if "balance" in names else (),
             value_bits=values,
+            rotates_values=self.rotates_values and values == FITTED_BITS,
         )
 
     def _exponents(self, centered: bool) -> list[list[int]]:
@@ -226,6 +229,7 @@ def measured(
 
 def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
     """Of each layer that keeps keys and values."""
+    default = model.reserve_cache(1, CacheOptions(FITTED_BITS)).pool.layers
     cache = model.reserve_cache(len(text.pieces[0]), CacheOptions(0))
     watched = []
     for layer in cache.pool.layers:
@@ -237,4 +241,7 @@ def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
         reader.begin(number)
         for _ in feed(reader, piece):
             pass
-    return [Statistics.of(own) for own in watched]
+    return [
+        Statistics.of(own, layer.transform.rotates_values)
+        for own, layer in zip(watched, default, strict=True)
+    ]
