@@ -11,8 +11,8 @@ import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
 from kvant.operators.bias_split import BiasSplit, bias_weights
-from kvant.operators.cpu_attention import weighted
-from kvant.operators.exact_rows import TAIL_WINDOW, ExactRows, ExactTail
+from kvant.operators.exact_rows import TAIL_ROWS, TAIL_WINDOW, ExactRows, ExactTail
+from kvant.operators.exponential import softmax_parts
 from kvant.operators.masks import both_masks
 from kvant.operators.paged_rows import PagedRows, read_float_rows, read_rows
 from kvant.operators.row_runs import cut_runs
@@ -67,43 +67,69 @@ def attend_few_exactly(
     # With learned sinks each weight takes its bias along, as in attend_tokens.
     of_values = value_bias if sinks is not None else None
     queries = query.swapaxes(1, 2).reshape(B * S, H, 1, D).astype(mx.float32)
+    scaled = (queries * (1 / math.sqrt(D))).reshape(B * S, K, H // K, D)
+    # (B, K, TAIL_ROWS, D) -> (B, 1, K, TAIL_ROWS, D)
+    page_keys, page_values = (own[:, None] for own in exact.read_pages(mx.float32, D))
+    # (B, S, K, H/K, TAIL_ROWS)
+    page_scores = scaled.reshape(B, S, K, H // K, D) @ page_keys.swapaxes(-1, -2)
+    page_scores = page_scores + exact.rows.hidden(S, rows.window)
     factors: list[mx.array] = []
     table = None
     if has_bias_scores:
         assert bias_split is not None
-        factors = [*mx.split(bias_weights(queries, bias_split).squeeze(3), B * S)]  # (1, K, H/K, 2P) each
+        weights = bias_weights(queries, bias_split).squeeze(3)  # (B * S, K, H/K, 2P)
+        factors = [*mx.split(weights, B * S)]
         table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
-    singles = mx.split((queries * (1 / math.sqrt(D))).reshape(B * S, K, H // K, D), B * S)
+        page_table = mx.take(table, exact.rows.positions, axis=1)  # (2P, B, TAIL_ROWS)
+        page_table = page_table.swapaxes(0, 1)[:, None, None]
+        page_scores = page_scores + weights.reshape(B, S, K, H // K, -1) @ page_table
+    singles = mx.split(scaled, B * S)
+    read_exactly = mx.split(page_scores.reshape(B * S, K, H // K, -1), B * S)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
-    hidden = exact.rows.hidden(S, rows.window)
-    outputs = []
-    for b, page in enumerate(exact.read_pages(mx.float32)):
-        page_keys, page_values = keys_and_values([page], D)
-        page_table = None if table is None else mx.take(table, exact.rows.positions(b), axis=1)
-        for i in range(S):
-            number = b * S + i
-            position = rows.ends(b) - S + i
-            begin = rows.first[b] if rows.window is None else max(rows.first[b], position + 1 - rows.window)
-            begin = max(begin, exact.rows.sinks[b])
-            tail_start = exact.rows.tail_start(b, position)
-            scores = singles[number] @ page_keys.swapaxes(-1, -2) + hidden[number]
-            if page_table is not None:
-                scores = scores + factors[number] @ page_table
-            read = [page_values]
-            if keys is not None and values is not None and begin < tail_start:
-                seen = slice(columns[b] + begin - first[b], columns[b] + tail_start - first[b])
-                more = singles[number] @ keys[:, :, seen].swapaxes(-1, -2)
-                if table is not None:
-                    more = more + factors[number] @ table[:, begin:tail_start]
-                scores = mx.concatenate([more, scores], axis=-1)
-                read = [values[:, :, seen], page_values]
-            if of_values is not None:
-                read = [own + of_values for own in read]
-            outputs.append(weighted(scores, read, column))
-    output = mx.concatenate(outputs)  # (B * S, K, H/K, Dv)
+    tokens = None if keys is None or values is None else (keys, values)
+    if tokens is not None and of_values is not None:
+        tokens = tokens[0], tokens[1] + of_values
+    outputs: list[mx.array | None] = []
+    exact_weights: list[mx.array] = []
+    sums: list[mx.array | None] = []
+    for number, scores in enumerate(read_exactly):
+        b, i = divmod(number, S)
+        position = rows.ends(b) - S + i
+        begin = rows.first[b] if rows.window is None else max(rows.first[b], position + 1 - rows.window)
+        begin = max(begin, exact.rows.sinks[b])
+        count = max(0, exact.rows.tail_start(b, position) - begin)
+        seen_values = None
+        if tokens is not None and count:
+            start = columns[b] + begin - first[b]
+            more = singles[number] @ tokens[0][:, :, start : start + count].swapaxes(-1, -2)
+            if table is not None:
+                more = more + factors[number] @ table[:, begin : begin + count]
+            scores = mx.concatenate([more, scores], axis=-1)
+            seen_values = tokens[1][:, :, start : start + count]
+        if column is not None:
+            scores = mx.concatenate([scores, column], axis=-1)
+        own_weights, own_sum = softmax_parts(scores)
+        sums.append(own_sum)
+        outputs.append(None if seen_values is None else own_weights[..., :count] @ seen_values)
+        exact_weights.append(own_weights[..., count : count + TAIL_ROWS])
+    page_values = page_values if of_values is None else page_values + of_values
+    joined = mx.concatenate(exact_weights).reshape(B, S, K, H // K, -1)
+    output = (joined @ page_values).reshape(B * S, K, H // K, -1)
+    output = output + _joined(outputs, 0.0)
+    if any(own is not None for own in sums):
+        output = output / _joined(sums, 1.0)
     if value_bias is not None and of_values is None:
         output = output + value_bias
     return output.reshape(B, S, H, -1).swapaxes(1, 2).astype(query.dtype)
+
+
+def _joined(parts: Sequence[mx.array | None], absent: float) -> mx.array | float:
+    """Return arrays of one shape behind each other, with a constant in place of those that are absent."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return absent
+    constant = mx.full(present[0].shape, absent) if len(present) < len(parts) else present[0]
+    return mx.concatenate([constant if part is None else part for part in parts])
 
 
 def _put_exact(
