@@ -5,7 +5,6 @@ program can set the change time, so an edit that restores the modification time 
 never stored beside the file: whoever made a model's folder could put a false record there.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -14,9 +13,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from kvant.atomic import atomic_file
 from kvant.errors import CheckpointError, one_line
-from kvant.files import open_file, read_private_record, user_cache
+from kvant.files import open_file, user_cache
+from kvant.private import read_record, write_record
 
 FILE = "digests.json"
 SMALL = 2**20  # bytes; a smaller file is hashed as fast as its digest is looked up
@@ -94,11 +93,7 @@ def hash_file(path: Path, file: BufferedReader) -> str:
     if state.size > SMALL and age_ns >= (SETTLED_COARSE_NS if has_coarse_times else SETTLED_NS):
         known = _remembered()
         known[_key(path, state)] = digest
-        # a full disk, a read-only folder: the file is hashed again next time
-        with contextlib.suppress(OSError):
-            _path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with atomic_file(_path()) as record:
-                record.write(json.dumps(dict([*known.items()][-MOST_FILES:]), indent=0).encode())
+        write_record(_path(), dict([*known.items()][-MOST_FILES:]))
     return digest
 
 
@@ -116,7 +111,7 @@ def _key(path: Path, state: FileState) -> str:
 
 def _remembered() -> dict[str, str]:
     """Return the recorded digests by :func:`_key`; none if other users can write to the record."""
-    read = read_private_record(_path(), MAX_BYTES)
+    read = read_record(_path(), MAX_BYTES)
     if not isinstance(read, dict) or not all(isinstance(digest, str) for digest in read.values()):
         return {}
     return read

@@ -13,7 +13,6 @@ from kvant.errors import KvantError, ModelError, one_line
 
 POCKET = "pocket"  # the embedded model: its name, and its folder in the package
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
 
 
@@ -177,19 +176,6 @@ def user_cache() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "kvant"
-
-
-def read_private_record(path: Path, limit: int) -> Any:
-    """Return the JSON of a record in the user's cache, or None if it is missing, cut or writable by
-    others.
-    """
-    try:
-        with open_regular(path, path, KvantError) as file:
-            state = os.fstat(file.fileno())
-            is_own = state.st_uid == os.geteuid() and not state.st_mode & OTHERS_WRITE
-            return json.loads(file.read(limit)) if is_own else None
-    except (KvantError, OSError, ValueError, RecursionError):
-        return None
 
 
 def unique_keys(

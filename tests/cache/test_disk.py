@@ -115,7 +115,8 @@ def test_a_smaller_bound_holds_from_the_start(cache: DiskCache, folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    "harm", ["altered", "cut", "empty", "another's", "long", "a folder", "a link", "a pipe"]
+    "harm",
+    ["altered", "cut", "empty", "another's", "long", "writable by others", "a folder", "a link", "a pipe"],
 )
 def test_a_wrong_file_is_none_and_goes(harm: str, cache: DiskCache, folder: Path, tmp_path: Path) -> None:
     for number in (1, 2):
@@ -139,8 +140,10 @@ def test_a_wrong_file_is_none_and_goes(harm: str, cache: DiskCache, folder: Path
             "empty": b"",
             "another's": other.read_bytes(),
             "long": data * 2,
+            "writable by others": data,
         }
         path.write_bytes(kinds[harm])
+        path.chmod(0o620 if harm == "writable by others" else 0o600)
     assert cache.get(name_of(1)) is None
     assert name_of(1) not in cache
     assert harm in ("a folder", "a link") or not path.exists()

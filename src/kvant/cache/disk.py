@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvant.errors import SnapshotError, one_line
+from kvant.private import OTHERS_USE, is_private, open_private
 from kvant.sizes import format_bytes
 
 logger = logging.getLogger("kvant.cache")
@@ -62,7 +63,7 @@ class DiskCache:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = os.stat(self.folder)
-            if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+            if not is_private(state, OTHERS_USE):
                 raise SnapshotError(
                     f"{folder}: a folder of user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}; "
                     f"expected "
@@ -181,13 +182,13 @@ class DiskCache:
         return self.folder / f"{name}.kv"
 
     def _read(self, name: str) -> bytes:
-        descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode) or state.st_size > QUEUE_BYTES + DIGEST_BYTES:
-            os.close(descriptor)  # open() raises for a folder and leaves the descriptor open
+        """Return the bytes of a file, or none if nobody can use it."""
+        descriptor = open_private(self._path(name))
+        if descriptor is None:
             return b""
         with open(descriptor, "rb") as file:
-            return file.read()
+            is_too_long = os.fstat(descriptor).st_size > QUEUE_BYTES + DIGEST_BYTES
+            return b"" if is_too_long else file.read()
 
     def _write_jobs(self) -> None:
         while True:

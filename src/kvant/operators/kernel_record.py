@@ -5,9 +5,7 @@ or text of the kernel counts for nothing. Of two processes that write it at once
 is made again.
 """
 
-import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -17,10 +15,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from kvant.atomic import atomic_file
-from kvant.files import read_private_record, user_cache
+from kvant.files import user_cache
 from kvant.operators.kernels.launch import Backend
 from kvant.operators.probe import KernelUse
+from kvant.private import read_record, write_record
 
 FILE = "kernels.json"
 RIGHT = "right"
@@ -58,10 +56,7 @@ def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = Fa
         recorded.pop(name, None)  # the last one is the newest
         recorded[name] = text
     everything[device_key(backend)] = dict([*recorded.items()][-MOST_USES:])
-    with contextlib.suppress(OSError):  # a full disk, a folder that is not ours: the next process tries again
-        path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with atomic_file(path()) as file:
-            file.write(json.dumps(dict([*everything.items()][-MOST_DEVICES:]), indent=1).encode())
+    write_record(path(), dict([*everything.items()][-MOST_DEVICES:]))
 
 
 def describe(backend: Backend) -> str:
@@ -104,7 +99,7 @@ def _findings(backend: Backend) -> Findings:
 
 def _read() -> dict[str, Findings]:
     """The file, by :func:`device_key`; empty if there is none that counts."""
-    read = read_private_record(path(), MAX_BYTES)
+    read = read_record(path(), MAX_BYTES)
     devices = read.items() if isinstance(read, dict) else ()
     return {
         key: own
