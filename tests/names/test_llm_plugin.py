@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner
 from llm.cli import cli
 
-import kvant_llm
 from kvant import generate
 from kvant.engine.conversation import Conversation
 from kvant.engine.sampling import read_model_sampling
@@ -23,6 +22,8 @@ from kvant.models import Decoder
 from kvant.text.thinking import Marks, Thinking
 from kvant.weights.lock import DEFAULT_BRANCH, Lock, write_lock
 from kvant.weights.snapshot import measure
+from kvant_llm import model as model_module
+from kvant_llm import register_models
 
 Pocket = tuple[Decoder, Any]
 MODEL = "kvant/pocket"
@@ -50,8 +51,8 @@ def logs() -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     yield
-    kvant_llm._idle.clear()
-    kvant_llm._loaded.clear()
+    model_module._idle.clear()
+    model_module._loaded.clear()
 
 
 def _answer(pocket: Pocket, messages: list[dict[str, str]], max_tokens: int = 2048) -> tuple[str, int]:
@@ -115,7 +116,7 @@ def test_a_question_a_system_prompt_and_a_conversation(pocket: Pocket) -> None:
     expected = []
     for arguments in (("-m", MODEL, "-s", "You are Bo.", "Hello!"), ("-c", "Who is Pip?")):
         said.append({"role": "user", "content": arguments[-1]})
-        kvant_llm._idle.clear()  # as in another process
+        model_module._idle.clear()  # as in another process
         text, prompt_tokens = _answer(pocket, said)
         assert call(*arguments, *GREEDY)[0] == text.strip() + "\n"
         said.append({"role": "assistant", "content": text})
@@ -157,7 +158,7 @@ def test_errors_are_a_line() -> None:
 @pytest.fixture
 def model() -> Any:
     found: list[Any] = []
-    kvant_llm.register_models(found.append)
+    register_models(found.append)
     assert found[0].model_id == MODEL
     return found[0]
 

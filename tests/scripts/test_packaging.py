@@ -19,7 +19,8 @@ from packaging.version import Version
 import kvant
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PACKAGES = [Requirement(line) for lines in (PROJECT["dependencies"], *EXTRAS.values()) for line in lines]
 
@@ -76,6 +77,13 @@ def test_every_import_is_declared() -> None:
         assert {canonicalize_name(found) for found in distributions[name]} & declared, (
             f"{name} is not declared"
         )
+
+
+def test_the_wheel_has_what_entry_points_name() -> None:
+    wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    packed = {*wheel["packages"], *(name.removesuffix(".py") for name in wheel["force-include"])}
+    named = {**PROJECT["scripts"], **PROJECT["entry-points"]["llm"]}
+    assert {f"src/{module.partition(':')[0]}" for module in named.values()} <= packed
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.stem)

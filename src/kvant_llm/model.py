@@ -1,13 +1,8 @@
-"""kvant's models in the command ``llm`` and its Python library: the extra ``llm``.
-
-Outside the package, whose first lines load MLX: every ``llm`` imports this, whatever model it is asked for.
-"""
+"""A model of kvant as ``llm`` asks it."""
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from types import ModuleType
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import llm
@@ -29,13 +24,6 @@ log = logging.getLogger("kvant")
 # last.
 _loaded: "dict[str, tuple[LanguageModel, Tokenizer]]" = {}
 _idle: "dict[tuple[Any, ...], Conversation]" = {}
-
-
-@llm.hookimpl
-def register_models(register: Callable[..., None]) -> None:
-    """The embedded model and those that were pulled. None is loaded."""
-    for name in ["pocket", *_pulled()]:
-        register(KvantModel(name))
 
 
 class KvantOptions(llm.Model.Options):
@@ -200,7 +188,8 @@ def _messages(prompt: llm.Prompt) -> list[dict[str, str]]:
 
     found: list[dict[str, str]] = []
     for message in prompt.messages:
-        answer, thought = "", ""
+        answer = ""
+        thought = ""
         for part in message.parts:
             if isinstance(part, TextPart):
                 answer += part.text
@@ -217,29 +206,3 @@ def _messages(prompt: llm.Prompt) -> list[dict[str, str]]:
     if not found:
         raise llm.ModelError("the prompt is empty")
     return found
-
-
-def _pulled() -> list[str]:
-    """Names of the models that were pulled. MLX, which a list does not need, is not loaded for it."""
-    if "kvant" in sys.modules:
-        return _names()
-    package = find_spec("kvant")
-    assert package is not None
-    sys.modules["kvant"] = bare = ModuleType("kvant")  # the package without its first lines
-    bare.__path__ = list(package.submodule_search_locations or ())
-    try:
-        return _names()
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "kvant"]:
-            del sys.modules[name]
-
-
-def _names() -> list[str]:
-    from kvant.errors import WeightsError
-    from kvant.weights import pulled
-
-    try:
-        return [model.references[0] for model in pulled()]
-    except WeightsError as error:  # llm's other models are none the worse
-        log.warning("kvant: %s", error)
-        return []
