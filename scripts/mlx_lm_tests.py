@@ -25,7 +25,7 @@ import mlx_lm.utils
 
 POCKET = Path(kvant.__file__).parent / "pocket"
 MODULES = ("test_generate", "test_prompt_cache")
-TAKEN = ("trim_prompt_cache", "can_trim_prompt_cache", "load_prompt_cache")
+TAKEN = ("trim_prompt_cache", "can_trim_prompt_cache")
 LOST = {
     "test_cache_to_quantized": "a cache of kvant's is quantized from its first token: it has no to_quantized",
 }

@@ -4,14 +4,13 @@ import copy
 import io
 import weakref
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import KVCache, LRUPromptCache, RotatingKVCache, save_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.models.cache import make_prompt_cache as mlx_lms_cache
 from support.bridged import KINDS, LONG, bridged, layers_of
 from support.counts import at_widths
@@ -19,7 +18,7 @@ from support.tiny_models import build
 
 from kvant.bridge.prompt_cache import BatchLayer
 from kvant.cache import ModelCache
-from kvant.errors import ContextError, SnapshotError
+from kvant.errors import ContextError
 
 MERGED = [name for name in KINDS if name != "llama4"]
 TOKENS = 5  # of an answer
@@ -213,74 +212,6 @@ def test_a_model_with_kvants_caches_is_probed_as_it_was() -> None:
 
 def _format(layer: Any) -> Any:
     return layer.layer
-
-
-@pytest.mark.parametrize("kind", ["native", "bridged"])
-def test_mlx_lms_file_of_plain_caches(kind: str, tmp_path: Path, pocket_mlx_lm: Any, pocket: Any) -> None:
-    """kvant goes on from what mlx-lm read, without rounding, and saves it as its own."""
-    tokenizer = pocket[1]
-    *ids, last, own = tokenizer.encode("Once upon a time there was a fox named Pip who liked to")
-    theirs = pocket_mlx_lm if kind == "native" else build("qwen3", vocab_size=1280)[0]
-    model = pocket[0] if kind == "native" else bridged("qwen3", vocab_size=1280)
-    cache = [KVCache() for _ in theirs.layers]
-    theirs(mx.array([ids]), cache=cache)
-    file = tmp_path / "plain.safetensors"
-    save_prompt_cache(str(file), cache, {"title": "Pip"})
-    read, metadata = kvant.load_prompt_cache(file, return_metadata=True, max_kv_size=60)
-    assert metadata == {"title": "Pip"}
-    assert len(read) == len(cache)
-    assert mx.array_equal(read[0].keys, cache[0].keys)
-    expected = [
-        int(token)
-        for token, _ in generate_step(mx.array([last, own]), theirs, max_tokens=6, prompt_cache=cache)
-    ]
-    steps = kvant.stream_generate(model, tokenizer, [last, own], max_tokens=6, prompt_cache=read)
-    assert [step.token for step in steps] == expected
-    assert read.cache.offset == len(ids) + 8
-    assert read.cache.max_seq_len == 60
-    kvant.save_prompt_cache(tmp_path / "own.safetensors", read)
-    again = kvant.load_prompt_cache(tmp_path / "own.safetensors")
-    more = [
-        step.token for step in kvant.stream_generate(model, tokenizer, [5], max_tokens=4, prompt_cache=again)
-    ]
-    cache_more = [
-        int(token) for token, _ in generate_step(mx.array([5]), theirs, max_tokens=4, prompt_cache=cache)
-    ]
-    assert more == cache_more
-
-
-def test_files_of_mlx_lms_that_are_refused(tmp_path: Path, pocket_mlx_lm: Any, pocket: Any) -> None:
-    theirs = pocket_mlx_lm
-    model, tokenizer = pocket
-    file = tmp_path / "cache.safetensors"
-
-    def refused(caches: list[Any], message: str, ids: Any = LONG[:9]) -> None:
-        theirs(mx.array([ids]), cache=caches)
-        save_prompt_cache(str(file), caches)
-        read = kvant.load_prompt_cache(file, max_kv_size=20)
-        with pytest.raises((SnapshotError, ContextError), match=message):
-            next(iter(kvant.stream_generate(model, tokenizer, [9], prompt_cache=read)))
-
-    layers = len(theirs.layers)
-    refused(
-        [RotatingKVCache(8) for _ in range(layers)],
-        "caches of RotatingKVCache; expected mlx-lm's KVCache alone",
-    )
-    refused([KVCache() for _ in range(layers)], "24 more tokens do not fit", LONG[:24])
-    narrow = [KVCache() for _ in range(layers + 1)]
-    narrow[-1].update_and_fetch(mx.zeros((1, 2, 9, 64)), mx.zeros((1, 2, 9, 64)))
-    refused(narrow, "of another model: it has 5 caches; expected 4")
-    wide = [KVCache() for _ in range(layers)]
-    theirs(mx.array([LONG[:9]]), cache=wide)
-    wide[2].keys = mx.zeros((1, 2, 256, 32))
-    save_prompt_cache(str(file), wide)
-    with pytest.raises(
-        SnapshotError, match=r"layer 2 has keys and values of \[\(1, 2, 9, 32\), \(1, 2, 9, 64\)\]"
-    ):
-        next(iter(kvant.stream_generate(model, tokenizer, [9], prompt_cache=kvant.load_prompt_cache(file))))
-    mx.save_safetensors(str(file), {"0.0": mx.zeros((1,))}, {"1.0": "KVCache"})
-    with pytest.raises(SnapshotError, match=r"cache\.safetensors: no file of mlx-lm's caches"):
-        kvant.load_prompt_cache(file)
 
 
 @pytest.mark.parametrize("kind", ["native", "bridged"])

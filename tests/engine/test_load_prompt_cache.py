@@ -10,6 +10,8 @@ from typing import Any
 import kvant  # isort: skip  (before MLX: it loads a faster BLAS)
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import save_prompt_cache as save_mlx_lm_cache
 from support.runs import Run
 from support.tiny_models import build
 
@@ -49,6 +51,21 @@ def test_a_saved_cache_goes_on(pocket: Pocket, tmp_path: Path, options: dict[str
     assert mx.array_equal(
         *(model(mx.array([[7, 8]]), cache=c) for c in (kvant.load_prompt_cache(str(path)), cache))
     )
+
+
+def test_mlx_lms_file_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """It has no token ids, so that kvant could not say what of a prompt it has."""
+    file = tmp_path / "theirs.safetensors"
+    caches = [KVCache() for _ in range(4)]
+    for cache in caches:
+        cache.update_and_fetch(mx.zeros((1, 2, 9, 64)), mx.zeros((1, 2, 9, 64)))
+    save_mlx_lm_cache(str(file), caches, {"title": "Pip"})
+    said = r"theirs\.safetensors: mlx-lm's prompt cache.* with kvant and save .*mlx_lm\.models\.cache\."
+    with pytest.raises(SnapshotError, match=said):
+        kvant.load_prompt_cache(file)
+    mx.save_safetensors(str(file), {"0": mx.zeros((1,))}, {"0.0": "256", "2.0": "KVCache"})  # an older one
+    with pytest.raises(SnapshotError, match=said):
+        kvant.load_prompt_cache(file)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ from kvant.files import open_regular, unique_keys
 from kvant.tensor_header import MAX_HEADER_BYTES
 from kvant.tensor_header import read_header as read_tensor_header
 
-FORMAT, VERSION = "kvant cache", 2  # 1: its model's digest was of a sample of the weights
+FORMAT = "kvant cache"
+VERSION = 2  # 1: its model's digest was of a sample of the weights
+MLX_LM_CLASSES = {"1.0", "2.0"}  # of caches: the place of the first in mlx-lm's files, now and in older ones
 DIGEST: Stored = ("U8", (32,))
 DIGEST_BYTES = 32
 FIELDS = {"identity", "rope", "reservation", "lengths", "written", "has_ids", "layers", "layout"}
@@ -91,6 +93,11 @@ class SnapshotHeader:
     def parse(cls, metadata: Mapping[str, str]) -> "SnapshotHeader":
         """The header of a file's text."""
         if metadata.get("format") != FORMAT:
+            if MLX_LM_CLASSES & metadata.keys():
+                raise ValueError(
+                    "mlx-lm's prompt cache, which has no token ids; read the prompt with kvant and save that,"
+                    " or use mlx_lm.models.cache.load_prompt_cache with mlx-lm's own loops"
+                )
             raise ValueError("not a snapshot of a cache")
         version = metadata.get("version", "")
         if version != str(VERSION):

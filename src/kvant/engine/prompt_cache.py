@@ -1,18 +1,14 @@
 """mlx-lm's functions of a prompt cache, for kvant's models and mlx-lm's, and for their caches."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import KVFormat
-from kvant.cache.prompt_file import PlainCacheFile, PromptCacheFile
+from kvant.cache.prompt_file import PromptCacheFile
 from kvant.engine.request import cache_options, check_count
-from kvant.errors import SnapshotError, one_line
-from kvant.files import open_user_file
 from kvant.models.caches import DEFAULT_RESERVATION
-from kvant.tensor_header import read_header
 from kvant.threads import check_process
 
 
@@ -78,48 +74,24 @@ def load_prompt_cache(
 
     Args:
         file_name: a file of :func:`save_prompt_cache`, which has to be there until a model has used the
-            result; or mlx-lm's, whose plain caches a model of ``kvant.load`` keeps without quantization.
+            result.
         return_metadata: also return what it was saved with, a dict of str to str.
-        max_kv_size: tokens to reserve; None: as many as were reserved when it was saved, of mlx-lm's file
-            4,096.
+        max_kv_size: tokens to reserve; None: as many as were reserved when it was saved.
 
     Returns:
-        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``; of mlx-lm's file it is a
-        sequence of mlx-lm's caches too, until a model uses it. With ``return_metadata`` a tuple of it and the
-        metadata.
+        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``. With ``return_metadata`` a
+        tuple of it and the metadata.
 
     Raises:
-        SnapshotError: a file that is no such cache; one of a newer version; one that was altered.
+        SnapshotError: a file that is no such cache, as mlx-lm's are; one of a newer version; one that was
+            altered.
         ValueError: ``max_kv_size`` is no positive int.
     """
     check_process()
     if max_kv_size is not None:
         check_count("max_kv_size", max_kv_size)
-    path = Path(file_name)
-    found = _plain_caches(path)
-    if found is None:
-        saved = PromptCacheFile(path, max_kv_size)
-        return (saved, dict(saved.header.metadata)) if return_metadata else saved
-    plain = PlainCacheFile(path, found[0], max_kv_size)
-    return (plain, found[1]) if return_metadata else plain
-
-
-def _plain_caches(path: Path) -> tuple[list[Any], dict[str, str]] | None:
-    """The caches of mlx-lm's file, and its metadata; None: no file of mlx-lm's."""
-    try:
-        with open_user_file(path, SnapshotError) as file:
-            names = read_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError).metadata
-    except (SnapshotError, OSError, ValueError):
-        return None  # which PromptCacheFile says
-    if "1.0" not in names:  # the kind of its first cache
-        return None
-    from mlx_lm.models.cache import load_prompt_cache as load
-
-    try:
-        layers, metadata = load(str(path), return_metadata=True)
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise SnapshotError(f"{path}: no file of mlx-lm's caches: {one_line(error)}") from error
-    return layers, metadata or {}
+    saved = PromptCacheFile(Path(file_name), max_kv_size)
+    return (saved, dict(saved.header.metadata)) if return_metadata else saved
 
 
 def can_trim_prompt_cache(cache: Sequence[Any]) -> bool:
