@@ -247,29 +247,6 @@ def test_pages_that_are_only_promised_throw_out_no_beginning(
     assert ids_of(again) == alone(pocket[0], Request(stored, max_tokens=4))
 
 
-def test_why_no_more_of_a_prompt_was_shared(
-    pocket: Pocket, heldout_ids: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler, _ = scheduler_of(pocket[0])
-    ids = heldout_ids[:300]
-    for prompt, cached, miss, said in (
-        (ids, 0, "new", f"0 of 300 prompt tokens were stored; then [], sent {ids[:8]}"),
-        ([*ids, 5, 6, 7], 300, "new", "300 of 303 prompt tokens"),
-        (
-            [*ids[:200], 7, 8],
-            200,
-            "differs",
-            f"200 of 202 prompt tokens were stored; then {ids[200:208]}, sent [7, 8]",
-        ),
-    ):
-        with caplog.at_level("DEBUG", "kvant.engine"):
-            first = run_all(scheduler, [Request(prompt, max_tokens=1)]).popitem()[1][0]
-        assert (first.cached_tokens, first.miss) == (cached, miss)
-        assert said in caplog.messages[-1]
-    read = run_all(scheduler, [Request(ids, max_tokens=1, prompt_logprobs=True)]).popitem()[1][0]
-    assert (read.cached_tokens, read.miss) == (0, "")  # all of it is fed: none was looked for
-
-
 def test_a_cache_that_was_changed_since(pocket: Pocket) -> None:
     scheduler, pool = scheduler_of(pocket[0])
     cache = pocket[0].make_cache(100, kv_bits=0)

@@ -77,11 +77,6 @@ class PrefixIndex:
             if digest in self._indexed:
                 self._indexed.move_to_end(digest)
 
-    def stored_after(self, before: bytes) -> Sequence[int]:
-        """The tokens of the page behind a text that was stored last; none: there is no such page."""
-        last = next(reversed(self._after.get(before, {})), None)
-        return () if last is None else self._indexed[last].ids
-
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
         """Return the page behind a text that begins with the most of ``ids``, and how many these are."""
         best, most = b"", 0

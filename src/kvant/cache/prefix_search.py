@@ -103,12 +103,6 @@ class PrefixSearch:
         behind = ids[length : length + PAGE_SIZE]
         return length + self._main.prefix.most_alike(before, behind)[1]
 
-    def stored_after(self, ids: Sequence[int], salt: bytes) -> list[int]:
-        """Return the tokens behind a text in the page that was stored last; none: nothing is stored."""
-        hashes = digests(ids, salt)
-        stored = self._main.prefix.stored_after(hashes[-1] if hashes else root(salt))
-        return list(stored[len(ids) % PAGE_SIZE :])
-
     def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
         """Read pages that a prompt begins with from disk, ``most`` of them at most, for sequences to share.
 

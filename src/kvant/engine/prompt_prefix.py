@@ -1,14 +1,10 @@
 """What a prompt shares with other requests: its prefix, read from disk too, and its checkpoints."""
 
-import logging
 from collections.abc import Collection, Sequence
 
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.cache.prefix_search import FEWEST_COPIED
 
-logger = logging.getLogger("kvant.engine")
-
-LOGGED_TOKENS = 8  # of a prompt that is not shared
 FETCHED_PAGES = 4  # read from disk in one step
 MIN_FETCHES = 8  # steps that may read from disk, in addition to one for each page
 CHECKPOINT_DISTANCE = 2048  # tokens at least between checkpoints in the middle of a prompt
@@ -44,7 +40,6 @@ class PromptPrefix:
         self._whole_pages = unit > 1
         # Chunks end at the checkpoints. Heads are those that other conversations may begin with.
         self.checkpoints, self._heads = _checkpoints(ids, stop_tokens, pool.checkpoints, unit)
-        self.miss = ""  # why no more was shared, as of :class:`kvant.engine.request.Token`
         self._fetches = 0
 
     def fetch(self, max_tokens: int) -> bool:
@@ -74,12 +69,9 @@ class PromptPrefix:
 
     def note_shared(self, sequence: PoolSequence) -> None:
         """Note what the sequence shares, and have a checkpoint where the prompt and a stored text diverge."""
-        if not self.shareable_ids or self._pool.single:
+        if not self.shareable_ids or self._pool.single or not self._pool.checkpoints:
             return
         start = sequence.length
-        self._explain(start)
-        if not self._pool.checkpoints:
-            return
         head = self._pool.prefixes.num_stored(self.shareable_ids, self._salt) // self._unit * self._unit
         before = max(place for place in (0, start, *self.checkpoints) if place <= head)
         # With exact tails a sequence begins before a place without a checkpoint, however near that is.
@@ -89,24 +81,6 @@ class PromptPrefix:
             self._heads = {*self._heads, head}
         elif head == start and self._pool.has_windows:  # it was joined where pages happened to be
             self.share(sequence, last_page=not self._whole_pages, is_head=True)
-
-    def _explain(self, shared: int) -> None:
-        """Note and log why no more of the prompt was shared."""
-        stored = self._pool.prefixes.stored_after(self._ids[:shared], self._salt)
-        if not stored:
-            self.miss = "new"
-        elif stored == self._ids[shared : shared + len(stored)]:
-            self.miss = "unkept"
-        else:
-            self.miss = "differs"
-        sent = self._ids[shared : shared + LOGGED_TOKENS]
-        logger.debug(
-            "%d of %d prompt tokens were stored; then %s, sent %s",
-            shared,
-            len(self._ids),
-            stored[:LOGGED_TOKENS],
-            sent,
-        )
 
     @property
     def last_checkpoint(self) -> int:

@@ -80,10 +80,6 @@ class Token:
     cache: ModelCache | None = None  # with the last token, where it was wanted
     error: BaseException | None = None  # why an answer failed
     from_draft: bool = False  # the token was drafted
-    # with an answer's first token, why no more of the prompt was shared: "new", nothing was stored behind
-    # what was; "differs", other tokens were; "unkept", the same were, but no states that go on there, or only
-    # a part of a page; "", none was looked for
-    miss: str = ""
     # id, log-probability and most probable tokens of each token of the prompt but the first
     prompt_logprobs: Sequence[tuple[int, float, Sequence[tuple[int, float]]]] = ()
 

@@ -350,10 +350,8 @@ class Scheduler:
             cache, error = self._leave(answer)
             reason = reason if error is None else "error"
         token = Token(state.request, answer.number, *sampled, reason, state.cached, cache, error, from_draft)
-        if len(answer.tokens) == len(state.ids) + 1:
-            token.miss = state.prefix.miss
-            if state.logprobs is not None:
-                token.prompt_logprobs = [each[:3] for each in state.logprobs.tokens]
+        if len(answer.tokens) == len(state.ids) + 1 and state.logprobs is not None:
+            token.prompt_logprobs = [each[:3] for each in state.logprobs.tokens]
         self._hand_out(state, token)
 
     def _hand_out(self, state: RequestState, token: Token) -> None:

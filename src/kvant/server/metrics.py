@@ -40,11 +40,6 @@ class Metrics:
         self._answers = counter("kvant_answers", "Answers that ended, by reason.", ["reason"])
         self._prompt = counter("kvant_prompt_tokens", "Tokens of prompts.")
         self._cached = counter("kvant_cached_tokens", "Of them those that a shared prefix had.")
-        stored = (
-            "Prompts by what was stored behind their shared beginning: "
-            "nothing (new), or other tokens (differs)."
-        )
-        self._misses = counter("kvant_prefix_ends", stored, ["reason"])
         self._generated = counter("kvant_generated_tokens", "Tokens generated.")
         arrived = "From a request's arrival at the engine to its first token."
         self._first = histogram("kvant_time_to_first_token_seconds", arrived)
@@ -77,8 +72,6 @@ class Metrics:
                 if not last:
                     self._prompt.inc(len(request.prompt))
                     self._cached.inc(token.cached_tokens)
-                    if token.miss:
-                        self._misses.labels(token.miss).inc()
                     self._first.observe(now - submitted)
                 if (before := last.get(token.answer)) is not None:
                     self._between.observe(now - before)
