@@ -26,7 +26,7 @@ BUDGET = {
     "bridge": 2730,
     "models": 4100,
     "text": 3870,
-    "cache": 5450,
+    "cache": 5400,
     "operators": 5600,
     "weights": 1330,
 }

@@ -37,7 +37,9 @@ EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as
 PREFIX = "scipy_"
 THREADS = "OPENBLAS_NUM_THREADS"
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
-ROW_MAJOR, NOT_TRANSPOSED, TRANSPOSED = 101, 111, 112  # of CBLAS
+ROW_MAJOR = 101  # this and the next two are CBLAS's
+NOT_TRANSPOSED = 111
+TRANSPOSED = 112
 
 _loaded = OWN
 _library: ctypes.CDLL | None = None
@@ -226,7 +228,8 @@ def _make(source: Path, directory: int, key: str) -> str:
     patchelf = _patchelf()
     place = Path(f"/proc/self/fd/{directory}")  # in patchelf's process too, which inherits the descriptor
     with tempfile.TemporaryDirectory(dir=place, prefix="openblas-", suffix=".part") as scratch:
-        names, made = Path(scratch) / "names", Path(scratch) / "made"
+        names = Path(scratch) / "names"
+        made = Path(scratch) / "made"
         names.write_text("".join(f"{PREFIX}{name} {name}\n" for name in FUNCTIONS))
         done = subprocess.run(
             [patchelf, "--rename-dynamic-symbols", names, "--output", made, source],

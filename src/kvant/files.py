@@ -62,7 +62,8 @@ def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[B
 def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) -> Path:
     """The regular file behind a path of the folder. Arguments and errors as in :func:`open_file`."""
     try:
-        real, root = path.resolve(strict=True), folder.resolve(strict=True)
+        real = path.resolve(strict=True)
+        root = folder.resolve(strict=True)
     except FileNotFoundError as missing:
         if path.is_symlink():
             raise error(f"{path}: a link to {os.readlink(path)}, which is not there") from missing

@@ -23,7 +23,9 @@ from kvant.private import read_record, write_record
 FILE = "kernels.json"
 RIGHT = "right"
 MAX_BYTES = 2**21  # more than all of these take
-MOST_DEVICES, MOST_USES, MOST_TEXT = 8, 64, 400  # the last ones are kept; characters of a reason
+MOST_DEVICES = 8  # the last ones are kept
+MOST_USES = 64  # of a device; the last ones are kept
+MOST_TEXT = 400  # characters of a reason
 # Of an error's text: memory was short, which says nothing of the kernel.
 SHORT_MEMORY = ("malloc", "out of memory", "OutOfMemory", "Insufficient Memory")
 
@@ -43,12 +45,14 @@ def keep(findings: Mapping[KernelUse, str], backend: Backend, *, anew: bool = Fa
         findings: ``RIGHT``, or why not.
         anew: in place of all that is recorded of this device.
     """
-    own, everything = _findings(backend), _read()
+    own = _findings(backend)
+    everything = _read()
     recorded = everything.pop(device_key(backend), {})
     for known in (own, recorded) if anew else ():
         known.clear()
     for use, text in findings.items():
-        name, text = _name(use), text[:MOST_TEXT]
+        name = _name(use)
+        text = text[:MOST_TEXT]
         if any(word in text for word in SHORT_MEMORY):
             own.setdefault(name, text)  # of a trial: this process makes none again
             continue
@@ -80,7 +84,8 @@ def device_key(backend: Backend) -> str:
     for file in sorted(resources.files("kvant.operators.kernels").iterdir(), key=lambda file: file.name):
         if file.name.endswith((".h", ".py")):
             digest.update(file.read_bytes())
-    device, system = mx.device_info(), os.uname()
+    device = mx.device_info()
+    system = os.uname()
     named = [
         device.get("device_name"),
         device.get("architecture"),

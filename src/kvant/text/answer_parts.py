@@ -109,7 +109,9 @@ class AnswerParts:
             self._say(self._take(error.length), parts)
         else:
             self._take(end)
-            self._space, self._state, self._called = "", "called", True
+            self._space = ""
+            self._state = "called"
+            self._called = True
         self._reader = None
         return True
 
@@ -162,7 +164,8 @@ class AnswerParts:
         return before == "\n" or (not at and self._state != "text" and not self._space)
 
     def _take(self, length: int) -> str:
-        taken, self._pending = self._pending[:length], self._pending[length:]
+        taken = self._pending[:length]
+        self._pending = self._pending[length:]
         return taken
 
     def _say(self, text: str, parts: list[Part]) -> None:

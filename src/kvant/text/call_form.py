@@ -147,7 +147,8 @@ class _JsonReader(Reader):
             if is_all:
                 raise NoCallError("the answer ends inside a call", len(text))
             return None
-        at, mark = skip_space(text, self._end), self._form.end
+        at = skip_space(text, self._end)
+        mark = self._form.end
         if not mark or not (self._form.needs_end or mark.startswith(text[at : at + len(mark)])):
             return self._end
         if not may_be_any((mark,), text, at) and may_be_any(self._form.starts, text, at):
@@ -173,7 +174,8 @@ class _JsonReader(Reader):
                 begun = self._in_string and len(text) > self._at and text.endswith("\\")
                 self._at = len(text) - begun
                 return None
-            self._at, mark = found.end(), found[0]
+            self._at = found.end()
+            mark = found[0]
             if mark == '"':
                 self._in_string = not self._in_string
             elif mark in "{[":

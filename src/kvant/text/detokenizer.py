@@ -85,7 +85,8 @@ class ByteDetokenizer(StreamingDetokenizer):
 
     def _append(self, text: str) -> None:
         if self._strip and text:
-            text, self._strip = text.removeprefix(" "), False
+            text = text.removeprefix(" ")
+            self._strip = False
         self.text += text
 
 
@@ -115,7 +116,8 @@ class WindowDetokenizer(StreamingDetokenizer):
 
     def _take(self, longer: str) -> None:
         self.text += longer[len(self._known) :]
-        self._first, self._read = self._read, len(self.tokens)
+        self._first = self._read
+        self._read = len(self.tokens)
         self._known = self._decode(self.tokens[self._first : self._read])
 
 

@@ -157,13 +157,13 @@ class Encoder:
         sequence of one step, whether a token is special. What is put around a text is left out, too: a draft
         model is given ids.
         """
-        raw, listed = json.loads(self._tokenizer.to_str()), self.vocabulary()
+        raw = json.loads(self._tokenizer.to_str())
         model = raw["model"]
         vocabulary = model.pop("vocab", None)
         # of a Unigram: pieces with a score each
         scores = None if isinstance(vocabulary, dict) else vocabulary
         parts: dict[str, Any] = {
-            "vocabulary": sorted((place, token) for token, place in listed.items()),
+            "vocabulary": sorted((place, token) for token, place in self.vocabulary().items()),
             "merges": [scores, model.pop("merges", None)],
             "model": {key: value for key, value in model.items() if value not in (None, "", False)},
             "added tokens": sorted(
@@ -179,7 +179,8 @@ class Encoder:
 
     def _finish(self, name: str | None) -> None:
         """The last steps of some classes, after their tokens were added."""
-        tokenizer, named = self._tokenizer, self._named
+        tokenizer = self._tokenizer
+        named = self._named
         if name == "Qwen2Tokenizer":
             names = [*named.values(), *self._extra]
             tokenizer.add_tokens([AddedToken(content, special=True) for content in names])
@@ -194,14 +195,19 @@ class Encoder:
 
     def _rebuild(self, name: str, config: Mapping[str, Any]) -> None:
         """The pipeline of a class of transformers around the file's vocabulary."""
-        tokenizer, model = self._tokenizer, self._tokenizer.model
+        tokenizer = self._tokenizer
+        model = tokenizer.model
         assert isinstance(model, BPE)
-        model.dropout, model.unk_token, model.ignore_merges = None, None, False
-        model.continuing_subword_prefix, model.end_of_word_suffix = "", ""
+        model.dropout = None
+        model.unk_token = None
+        model.ignore_merges = False
+        model.continuing_subword_prefix = ""
+        model.end_of_word_suffix = ""
         model.fuse_unk = model.byte_fallback = "Llama" in name
         prefix = config.get("add_prefix_space")
         if "Llama" in name:
-            spaced, legacy = prefix is None or bool(prefix), name == "LlamaTokenizer" and config.get("legacy")
+            spaced = prefix is None or bool(prefix)
+            legacy = name == "LlamaTokenizer" and config.get("legacy")
             scheme = "never" if not spaced else "always" if legacy else "first"
             spaced = spaced or name == "CodeLlamaTokenizer"  # it always decodes so
             tokenizer.normalizer = None

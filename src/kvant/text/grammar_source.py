@@ -102,15 +102,13 @@ def build_tool_grammar(
 
 def check_size(kind: str, source: object) -> None:
     """Refuse a source that is too large, before anything else looks at it."""
-    left, size = [source], 0
-    while left:
-        part = left.pop()
+    size = 0
+    for part in _values(source):
         size += len(part) if isinstance(part, str) else 1
         if isinstance(part, Mapping | list | tuple):
             size += len(part)
-            if size <= MAX_SOURCE:
-                left += part
-                left += part.values() if isinstance(part, Mapping) else ()
+        if isinstance(part, Mapping):
+            size += sum(len(str(name)) for name in part)
         if size > MAX_SOURCE:
             raise GrammarError(f"the {kind} has more than {MAX_SOURCE} characters")
 
@@ -149,7 +147,8 @@ def document(kind: Kind, source: Source | ToolGrammar, marked: Marked, prompt: s
         first, *more = _grammars(kind, source, marked)
         thinking = None if prompt is None else _thinking(marked, prompt)
         if thinking is not None:
-            more, first = [{"name": "answer", **first}, *more], _lark(thinking)
+            more = [{"name": "answer", **first}, *more]
+            first = _lark(thinking)
         made = json.dumps({"grammars": [first, *more]})
     except RecursionError:
         raise GrammarError(f"the {kind} is nested too deeply") from None
@@ -171,7 +170,8 @@ def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[
         lines, named = _calls(source, marked)
     elif kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else _schema(source)
-        lines, named = ["start: @json"], [_json("json", schema, COMPACT)]
+        lines = ["start: @json"]
+        named = [_json("json", schema, COMPACT)]
     elif not isinstance(source, str) or kind == "tool_calls":
         raise GrammarError(f"the {kind} is a {type(source).__name__}; expected text")
     elif kind == "regex":
@@ -225,7 +225,7 @@ def _schema(source: object) -> Mapping[str, Any]:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """Yield a JSON value and every value inside it, however deep."""
+    """Yield a JSON value and every value inside it, however deep; a value comes before those inside it."""
     left = [value]
     while left:
         part = left.pop()
@@ -276,7 +276,8 @@ def _exact(schema: Any, closes: bool) -> Any:
     if made.get("type") != "integer":
         _move(made, "Minimum", NEXT, max)
         _move(made, "Maximum", -NEXT, min)
-    listed, required = made.get("properties"), made.get("required", ())
+    listed = made.get("properties")
+    required = made.get("required", ())
     _check_least(made)
     if (
         closes
@@ -314,8 +315,10 @@ def _check_numbers(key: str, value: Any) -> None:
 
 def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callable[[Any, Any], Any]) -> None:
     """Replace an exclusive bound of a schema by an inclusive one."""
-    exclusive, inclusive = f"exclusive{bound_name}", bound_name.lower()
-    bound, other = schema.get(exclusive), schema.get(inclusive)
+    exclusive = f"exclusive{bound_name}"
+    inclusive = bound_name.lower()
+    bound = schema.get(exclusive)
+    other = schema.get(inclusive)
     if isinstance(bound, int | float) and not isinstance(bound, bool):
         del schema[exclusive]
         try:
@@ -326,8 +329,13 @@ def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callabl
 
 
 def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[str, Any]]]:
-    """The lines of a grammar of tool calls, and the grammars of arguments that they name."""
-    form, writing = source.form, source.form.writing
+    """Return the lines of a grammar of tool calls, and the grammars of arguments that they name.
+
+    llguidance's StructTag has no list of calls and no calls that must come, and takes a mark inside a tag for
+    text.
+    """
+    form = source.form
+    writing = form.writing
     assert writing is not None
     rules = {name: f"tool{number}" for number, name in enumerate(source.schemas)}
 

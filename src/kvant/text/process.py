@@ -181,7 +181,8 @@ class TextProcess:
         stdout = self._process.stdout
         assert stdout is not None
         end = time.monotonic() + WALL_LIMIT_S
-        line, self._unread = self._unread, bytearray()
+        line = self._unread
+        self._unread = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while b"\n" not in line[-(1 << 20) :]:

@@ -67,7 +67,8 @@ def system_place(tokenizer: Tokenizer) -> Literal["anywhere", "first", "nowhere"
     """Where the chat template takes a system message. One that it leaves out or refuses has no place
     there.
     """
-    user, system = {"role": "user", "content": "x"}, {"role": "system", "content": SYSTEM_PROBE}
+    user = {"role": "user", "content": "x"}
+    system = {"role": "system", "content": SYSTEM_PROBE}
 
     def shows(*messages: Message) -> bool:
         try:
@@ -147,13 +148,15 @@ class KnownText:
                 break
             kept -= 1
         decoded = self._decode(answer)
-        ends = [*self._answers[:kept], (len(text) + len(decoded), len(ids) + len(answer))]
-        self._text, self._ids, self._answers = text + decoded, [*ids, *answer], ends
+        self._text = text + decoded
+        self._ids = [*ids, *answer]
+        self._answers = [*self._answers[:kept], (len(self._text), len(self._ids))]
 
     def restore(self, ids: Sequence[int]) -> None:
         """Remember ids alone, which end with an answer."""
-        text = self._decode(ids)
-        self._text, self._ids, self._answers = text, list(ids), [(len(text), len(ids))]
+        self._text = self._decode(ids)
+        self._ids = list(ids)
+        self._answers = [(len(self._text), len(self._ids))]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

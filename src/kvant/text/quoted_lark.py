@@ -79,7 +79,8 @@ def _expression(regex: str, flags: str) -> str:
     fold = "i" if "i" in flags else ""
     pieces = ["("]
     for found in ATOM.finditer(f"{regex})"):
-        atom, begins = found[0], pieces[-1] in ("(", "|")
+        atom = found[0]
+        begins = pieces[-1] in ("(", "|")
         if found["other"] or (found["times"] and begins):
             raise _refused(atom)
         if found["times"]:

@@ -100,7 +100,8 @@ def compiled(source: str) -> Template:
 
 def render(template: str, variables: dict[str, Any]) -> str:
     """The template's text for these variables."""
-    pieces, length = [], 0
+    pieces = []
+    length = 0
     for piece in compiled(template).generate(**variables):
         length += len(piece)
         if length > MAX_TEXT:

@@ -68,7 +68,8 @@ class StopText:
 
     def finish(self) -> str:
         """Return what was held back, at the end of the text."""
-        pending, self._pending = self._pending, ""
+        pending = self._pending
+        self._pending = ""
         return pending
 
 

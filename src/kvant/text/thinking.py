@@ -83,7 +83,8 @@ class Thinking:
 
     def finish(self) -> list[tuple[bool, str]]:
         """What was held back, at the end of the answer."""
-        pending, self._pending = self._pending, ""
+        pending = self._pending
+        self._pending = ""
         is_thinking = self._state == "thinking"
         pending = pending.rstrip("\n") if is_thinking else pending
         return [(is_thinking, pending)] if pending else []
@@ -112,7 +113,8 @@ class Thinking:
         marks = (*self._marks.starts, *self._marks.left_out)
         for mark in marks:
             if text.startswith(mark):
-                self._pending, self._after_mark = text[len(mark) :], True
+                self._pending = text[len(mark) :]
+                self._after_mark = True
                 self._state = "thinking" if mark in self._marks.starts else "before"
                 return True
         if any(mark.startswith(text) for mark in marks):
@@ -126,7 +128,9 @@ class Thinking:
         if mark:
             if thought := thought.rstrip("\n"):
                 pieces.append((True, thought))
-            self._pending, self._state, self._after_mark = rest, "before", True
+            self._pending = rest
+            self._state = "before"
+            self._after_mark = True
             return True
         begun = overlap(self._pending, end)
         certain = self._pending[: len(self._pending) - begun].rstrip("\n")
