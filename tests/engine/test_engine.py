@@ -23,7 +23,7 @@ from support.runs import Run
 from kvant import batch_generate, generate, stream_generate
 from kvant.errors import ContextError, PromptError
 from kvant.models import Decoder, load_decoder
-from kvant.text.stream import TextStream
+from kvant.text.stream import TextPart, TextStream
 
 pytestmark = pytest.mark.usefixtures("without_compilation")  # of mlx-lm's samplers
 Pocket = tuple[Decoder, Any]
@@ -109,10 +109,11 @@ def test_text_is_cut_before_the_first_stop_string_and_in_no_character(
     pocket: Pocket, text: str, expected: str
 ) -> None:
     stream = TextStream(pocket[1], stop=["STOP", "TOPS"])
-    pieces = [stream.add(byte) for byte in spelled(pocket[1], text)]
-    assert "\ufffd" not in "".join(pieces)
-    assert "".join(pieces) + stream.finish() == expected
-    assert stream.stopped == (expected != text)
+    parts = [part for byte in spelled(pocket[1], text) for part in stream.add(byte)]
+    pieces = [part.text for part in [*parts, *stream.finish()] if isinstance(part, TextPart)]
+    assert "\ufffd" not in "".join(pieces[: len(parts)])
+    assert "".join(pieces) == expected
+    assert (stream.stop is not None) == (expected != text)
 
 
 def test_a_suspended_run_gives_way_to_the_next(pocket: Pocket, prompt: list[int]) -> None:

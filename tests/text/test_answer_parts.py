@@ -11,9 +11,9 @@ from support.counts import count
 from support.processor_time import at_most
 from support.tokenizers_made import make_tokenizer
 
-from kvant.text.answer_parts import AnswerParts, CallPart, Part, TextPart
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.call_form import ToolFormat, to_json
-from kvant.text.stream import TextStream
+from kvant.text.stream import CallPart, Part, TextPart, TextStream
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import (
@@ -470,6 +470,6 @@ def test_marks_that_are_special_tokens(
     made = make_tokenizer(tmp_path, family, extra_special_tokens=tokens)
     ids = made.encode(f"Yes.{CALLS[form.name]}", add_special_tokens=False)
     assert made.convert_tokens_to_ids(form.starts[0]) in ids
-    stream, splitter = TextStream(made), AnswerParts(made, "assistant\n", TOOLS, form)
-    parts = [part for token in ids for part in splitter.add(stream.add(token))]
-    assert joined([*parts, *splitter.add(stream.finish()), *splitter.finish()]) == ["Yes.", ROME]
+    stream = TextStream(made, splitter=AnswerParts(made, "assistant\n", TOOLS, form))
+    parts = [part for token in ids for part in stream.add(token)]
+    assert joined([*parts, *stream.finish()]) == ["Yes.", ROME]

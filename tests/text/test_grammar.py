@@ -23,10 +23,11 @@ from tokenizers import Tokenizer as Library
 
 from kvant.errors import GrammarError
 from kvant.text import grammar as grammar_module
-from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.call_form import ToolFormat
 from kvant.text.grammar import Grammars, build_tool_grammar
 from kvant.text.grammar_source import FORMATS
+from kvant.text.stream import CallPart, TextPart
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs, QwenCoder
 

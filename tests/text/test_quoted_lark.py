@@ -9,10 +9,11 @@ from support.counts import count
 from support.grammars import accepts, draw, spelled
 
 from kvant.errors import GrammarError
-from kvant.text.answer_parts import AnswerParts, CallPart
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.call_form import ToolFormat
 from kvant.text.grammar import Grammars, build_tool_grammar
 from kvant.text.quoted_lark import ESCAPED, quoted
+from kvant.text.stream import CallPart
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import Hermes, Llama3, Mistral, MistralArgs
 

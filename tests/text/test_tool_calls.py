@@ -13,8 +13,9 @@ from support.counts import count
 from support.tokenizers_made import loaded, make_tokenizer, write_tokenizer
 from transformers import AutoTokenizer
 
-from kvant.text.answer_parts import AnswerParts, CallPart, TextPart
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.call_form import schemas, to_json
+from kvant.text.stream import CallPart, TextPart
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import Harmony, Hermes, Mistral, MistralArgs, QwenCoder, tool_format
 

@@ -12,7 +12,7 @@ from kvant.cache import ModelCache
 from kvant.engine.drafts import DraftCounts
 from kvant.engine.request import FinishReason, Request, Token
 from kvant.engine.scheduler import Scheduler
-from kvant.text.stream import TextStream
+from kvant.text.stream import TextPart, TextStream
 from kvant.text.tokenizer import Tokenizer
 
 
@@ -130,16 +130,16 @@ class ResponseBuilder:
         ends = self._request.stop_sequences
         if any(self._tokens[-len(end) :] == list(end) for end in ends):
             reason = "stop"
-        text = "" if reason == "stop" else self._text.add(token)
+        parts = [] if reason == "stop" else self._text.add(token)
         self.following = None
-        if reason == "context" and not self._text.stopped and self._request.following is not None:
+        if reason == "context" and self._text.stop is None and self._request.following is not None:
             self.following = self._request.following(self._tokens)
             reason = reason if self.following is None else None
-        if reason is not None and not self._text.stopped:
-            text += self._text.finish()
-        if self._text.stopped:
+        if reason is not None:
+            parts += self._text.finish()
+        if self._text.stop is not None:
             reason = "stop"
-        return text, reason
+        return "".join(part.text for part in parts if isinstance(part, TextPart)), reason
 
 
 def responses(
@@ -173,7 +173,8 @@ def responses(
                 for token in tokens:
                     if token.error is not None:
                         raise token.error
-                    place, is_last = (token.request, token.answer), token.finish_reason is not None
+                    place = token.request, token.answer
+                    is_last = token.finish_reason is not None
                     answer = answers.pop(place) if is_last else answers[place]
                     if answer.last is not None:  # it was cancelled below
                         answer.after += token.token is not None

@@ -15,10 +15,10 @@ from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, EndReason, Event, Generation, Text, TokenLogprob
 from kvant.server.service import Service
 from kvant.server.turns import for_template, shown_tools, thinking_budget, with_system
-from kvant.text.answer_parts import AnswerParts, CallPart, Part
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
-from kvant.text.stream import StopText, TextStream
+from kvant.text.stream import CallPart, Part, TextStream
 from kvant.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # of a token that cannot come: JSON has no infinity. OpenAI's number
@@ -39,7 +39,8 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
     Closing the iterator, or cancelling whoever waits for it, ends the generation.
     """
     prompt, request = await asyncio.to_thread(_prepare, service, generation)
-    loop, tokens = asyncio.get_running_loop(), asyncio.Queue[Token]()
+    loop = asyncio.get_running_loop()
+    tokens = asyncio.Queue[Token]()
     try:
         if (grammar := await grammar_of(service, generation, prompt.text)) is not None:
             request = replace(request, logits_processors=[*request.logits_processors, grammar])
@@ -78,7 +79,8 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
 def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]:
     """The prompt, and the engine's request."""
     prompt = read_prompt(service, generation)
-    tokenizer, vocab_size = service.tokenizer, service.model.config.vocab_size
+    tokenizer = service.tokenizer
+    vocab_size = service.model.config.vocab_size
     try:
         sampler, processors = generation.sampling.filled(service.sampling).build_for(tokenizer, vocab_size)
     except ArgumentError as error:
@@ -192,33 +194,29 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
 
 
 class AnswerText:
-    """Takes the tokens of one answer."""
+    """The events of one answer: its text and calls, numbered, with the log-probabilities of their tokens."""
 
     def __init__(
-        self, number: int, tokenizer: Tokenizer, parts: AnswerParts, stop: Sequence[str], *, logprobs: bool
+        self, number: int, tokenizer: Tokenizer, splitter: AnswerParts, stop: Sequence[str], *, logprobs: bool
     ) -> None:
-        """For answer ``number`` of a request, which ``parts`` splits."""
-        self.tokens = self.calls = 0  # so far
-        self.thinking_tokens = 0  # those before the answer itself, where the model thought
+        """For answer ``number`` of a request."""
+        self.tokens = 0  # so far
+        self.calls = 0
+        self.thinking_tokens = 0  # those before the answer itself, if the model thought
         self._number = number
         self._prompt = 0  # characters of the prompt if the text begins with it, else 0
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer)
-        self._parts = parts
-        self._stop = StopText(stop)
+        self._text = TextStream(tokenizer, stop, splitter)
         self._logprobs = logprobs
         # Tokens whose text is not out yet. Marks, and what is held back, come between a token and its text.
         self._pending: list[TokenLogprob] = []
         # Bytes of the first of them whose text is out: a token may end one character and begin the next.
         self._written = 0
-        self._thought = self._has_text = False
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended it. One is looked for in the answer itself: thinking and calls do not
-        count.
-        """
-        return self._stop.found
+        """The stop string that ended it."""
+        return self._text.stop
 
     def take(self, token: Token) -> list[Text | Call]:
         """The next token, and after the last one what was held back."""
@@ -229,17 +227,13 @@ class AnswerText:
             if self._logprobs:
                 assert token.logprob is not None
                 entry = self._token_logprob(token.token, token.logprob, token.top_logprobs)
-                self._pending.append(replace(entry, place=self._prompt + self._text.length))
-            parts += self._parts.add(self._text.add(token.token))
+                self._pending.append(replace(entry, place=self._prompt + len(self._text.detokenizer.text)))
+            parts += self._text.add(token.token)
         if token.finish_reason is not None:
-            parts += self._parts.add(self._text.finish())
-            parts += self._parts.finish()
-        events = self._events(parts)
-        if token.finish_reason is not None and (rest := self._stop.finish()):
-            events.append(self._piece(rest, False))
-        if self._thought and not self._has_text:
+            parts += self._text.finish()
+        if self._text.is_thinking:
             self.thinking_tokens = self.tokens
-        return events
+        return [self._event(part) for part in parts]
 
     def read(self, prompt: Prompt, others: Sequence[tuple[int, float, Any]]) -> list[TokenLogprob]:
         """Begin the text with a prompt; return the prompt's tokens if log-probabilities are wanted.
@@ -252,15 +246,14 @@ class AnswerText:
         self._prompt = len(prompt.text)
         if not self._logprobs:
             return []
-        stream = TextStream(self._tokenizer)
-        decoded = ""
+        detokenizer = self._tokenizer.detokenizer
         places = []
         for token in prompt.ids:
-            places.append(stream.length)
-            decoded += stream.add(token)
-        decoded += stream.finish()
+            places.append(len(detokenizer.text))
+            detokenizer.add_token(token)
+        detokenizer.finalize()
         # What the tokens say may begin before the text: with a start token, or a space before the first word.
-        start = max(0, decoded.find(prompt.text))
+        start = max(0, detokenizer.text.find(prompt.text))
         logprobs = [
             self._token_logprob(prompt.ids[0], None),
             *(self._token_logprob(*other) for other in others),
@@ -271,37 +264,21 @@ class AnswerText:
             found.append(replace(each, place=in_text))
         return found
 
-    def _events(self, parts: Sequence[Part]) -> list[Text | Call]:
-        events: list[Text | Call] = []
-        for part in parts:
-            if self.stop is not None:
-                break
-            if isinstance(part, CallPart):
-                if held := self._stop.finish():
-                    events.append(self._piece(held, False))
-                events.append(Call(self._number, self.calls, part.name, part.arguments))
-                self._pending = []
-                self._written = 0
-                self.calls += 1
-                self._has_text = True
-            elif part.thinking:
-                self._thought = True
-                events.append(self._piece(part.text, True))
-            else:
-                self._has_text = True
-                if text := self._stop.add(part.text):
-                    events.append(self._piece(text, False))
-        return events
-
-    def _piece(self, text: str, thinking: bool) -> Text:
-        return Text(
-            self._number, text, thinking, self._pending_of(text) if self._pending else (), self.tokens
-        )
+    def _event(self, part: Part) -> Text | Call:
+        if isinstance(part, CallPart):
+            self._pending = []
+            self._written = 0
+            self.calls += 1
+            return Call(self._number, self.calls - 1, part.name, part.arguments)
+        logprobs = self._pending_of(part.text) if self._pending else ()
+        return Text(self._number, part.text, part.thinking, logprobs, self.tokens)
 
     def _pending_of(self, text: str) -> list[TokenLogprob]:
         """The pending tokens that a piece of text was made of. Those before it were marks."""
-        tokens, self._pending = self._pending, []
-        content, written = text.encode("utf-8", "replace"), b"".join(token.bytes for token in tokens)
+        tokens = self._pending
+        self._pending = []
+        content = text.encode("utf-8", "replace")
+        written = b"".join(token.bytes for token in tokens)
         places = [*accumulate((len(token.bytes) for token in tokens), initial=0)]
         first = self._written
         self._written = 0
@@ -322,7 +299,7 @@ class AnswerText:
     def _token_logprob(
         self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()
     ) -> TokenLogprob:
-        written = self._text.token_bytes(token)
+        written = self._text.detokenizer.token_bytes(token)
         finite = None if logprob is None else max(logprob, LEAST_LOGPROB)
         return TokenLogprob(
             written.decode("utf-8", "replace"),

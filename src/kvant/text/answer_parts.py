@@ -1,32 +1,12 @@
 """An answer split while it streams: what the model thinks, what it says, and its tool calls."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvant.text.call_form import NoCallError, Reader, ToolFormat, schemas, to_json
-from kvant.text.stream import overlap
+from kvant.text.stream import CallPart, Part, TextPart, overlap, text_parts
 from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class TextPart:
-    """A piece of text, never empty."""
-
-    text: str
-    thinking: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """A whole call of a known tool. Without a grammar its arguments may not keep to the tool's schema."""
-
-    name: str
-    arguments: str  # an object, as JSON text
-
-
-Part = TextPart | CallPart
 
 
 class AnswerParts:
@@ -83,14 +63,14 @@ class AnswerParts:
             if thinking:
                 parts.append(TextPart(text, True))
             elif self._format is None:
-                parts += [TextPart(text)] if text else []
+                parts += text_parts(text)
             else:
                 self._pending += text
                 last = is_all and place == len(pieces) - 1
                 while self._step(self._format, parts, last):
                     pass
-        if is_all and self._space and self._state != "called":
-            parts.append(TextPart(self._space))
+        if is_all and self._state != "called":
+            parts += text_parts(self._space)
         return parts
 
     def _step(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002

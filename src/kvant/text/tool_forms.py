@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from kvant.errors import PromptError
-from kvant.text.answer_parts import AnswerParts, CallPart
+from kvant.text.answer_parts import AnswerParts
 from kvant.text.call_form import (
     Call,
     JsonForm,
@@ -29,6 +29,7 @@ from kvant.text.call_form import (
     skip_space,
     to_json,
 )
+from kvant.text.stream import CallPart
 from kvant.text.tokenizer import Tokenizer
 
 
