@@ -37,7 +37,7 @@ async def grammar_of(service: Service, generation: Generation, prompt: str) -> G
     kind, document = await asyncio.to_thread(_document, service, generation, prompt)
     if (found := service.grammars.compiled(document, generation.salt)) is not None:
         return found
-    room = service.settings.max_queue - service.waiting
+    room = service.settings.max_queue - service.snapshot().counts.waiting
     async with service.compiling.turn((generation.salt, generation.client), len(document), room):
         loop = asyncio.get_running_loop()
         compiling = service.grammars.compile_document

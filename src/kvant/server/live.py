@@ -83,11 +83,9 @@ class Live:
             self._last.pop(key, None)
         state = None
         if scheduler.idle or (now - self._asked < WATCHED_S and now - self._looked >= INTERVAL_S):
-            counts, self._looked = scheduler.counts, now
-            sequences = [
-                (self._numbers[key], own) for key, own in held.items() if isinstance(own, PoolSequence)
-            ]
-            state = self._look(sequences, counts)
+            self._looked = now
+            sequences = [(self._numbers[key], sequence) for key, sequence in held.items()]
+            state = self._look(sequences, scheduler.counts)
         with self._lock:
             self._tokens.extend(times)
             self._generated += len(times)

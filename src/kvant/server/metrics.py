@@ -4,28 +4,27 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvant import __version__
-from kvant.cache.pool import Pool
-from kvant.engine.batch_engine import BatchEngine, Deliver
+from kvant.engine.batch_engine import Deliver
 from kvant.engine.request import Request, Token
 from kvant.server.errors import logger
 from kvant.server.left_out import LeftOut
+from kvant.server.snapshot import Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_IGNORED = 64  # names of fields that are told apart: clients choose them
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
-class Metrics:
-    """Counters of one server, in a registry of their own."""
+class Metrics(Collector):
+    """Counters of one server and what is the case when they are asked for, in a registry of their own."""
 
-    def __init__(self, engine: BatchEngine, pool: Pool, waiting: Callable[[], int]) -> None:
-        """``waiting``: returns how many requests wait."""
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        """``snapshot``: returns what is the case now."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
@@ -44,7 +43,8 @@ class Metrics:
         arrived = "From a request's arrival at the engine to its first token."
         self._first = histogram("kvant_time_to_first_token_seconds", arrived)
         self._between = histogram("kvant_time_between_tokens_seconds", "Between two tokens of an answer.")
-        self._registry.register(_State(engine, pool, waiting))
+        self._snapshot = snapshot
+        self._registry.register(self)
 
     def text(self) -> bytes:
         """All of it, as /metrics gives it."""
@@ -82,49 +82,37 @@ class Metrics:
 
         return count
 
-
-class _State(Collector):
-    """What is the case at the moment it is asked for."""
-
-    def __init__(self, engine: BatchEngine, pool: Pool, waiting: Callable[[], int]) -> None:
-        self._engine = engine
-        self._pool = pool
-        self._waiting = waiting
-
     def collect(self) -> Iterable[Metric]:
-        engine, pool, counts = self._engine, self._pool, self._engine.counts
+        """What the registry asks for each time, beside its counters."""
+        now = self._snapshot()
         version = GaugeMetricFamily("kvant_info", "1, with the version.", labels=["version"])
         version.add_metric([__version__], 1)
         yield version
-        for name, help_text, value in (
-            ("kvant_requests_waiting", "Requests that no page is reserved for yet.", self._waiting()),
-            ("kvant_answers_prefilling", "Answers whose prompt is being fed.", counts.prefilling),
-            ("kvant_answers_running", "Answers that get a token every step.", counts.running),
-            ("kvant_pages", "Pages of the pool.", pool.num_pages),
-            ("kvant_pages_free", "Pages that new requests could have.", counts.free_pages),
-            ("kvant_pool_bytes", "Bytes reserved for keys and values.", pool.nbytes),
-            ("kvant_engine_alive", "1 while the engine's thread computes or waits for work.", engine.alive),
-            ("kvant_engine_age_seconds", "Since the engine's last sign of life, 0 without work.", engine.age),
-            ("kvant_memory_active_bytes", "Bytes of MLX's arrays.", mx.get_active_memory()),
-            ("kvant_memory_cached_bytes", "Bytes that MLX keeps for reuse.", mx.get_cache_memory()),
-            ("kvant_memory_peak_bytes", "Most bytes of MLX's arrays so far.", mx.get_peak_memory()),
-        ):
-            yield GaugeMetricFamily(name, help_text, value=value)
-        if pool.disk is not None:
-            disk = pool.disk.disk.counts
-            yield GaugeMetricFamily(
-                "kvant_disk_cache_bytes", "Bytes of the disk cache's files.", value=disk.bytes
-            )
-            for name, help_text, count in (
+        gauges = [
+            ("kvant_requests_waiting", "Requests that no page is reserved for yet.", now.counts.waiting),
+            ("kvant_answers_prefilling", "Answers whose prompt is being fed.", now.counts.prefilling),
+            ("kvant_answers_running", "Answers that get a token every step.", now.counts.running),
+            ("kvant_pages", "Pages of the pool.", now.pages),
+            ("kvant_pages_free", "Pages that new requests could have.", now.counts.free_pages),
+            ("kvant_pool_bytes", "Bytes reserved for keys and values.", now.pool_bytes),
+            ("kvant_engine_alive", "1 while the engine's thread computes or waits for work.", now.is_alive),
+            ("kvant_engine_age_seconds", "Since the engine's last sign of life, 0 without work.", now.age_s),
+            ("kvant_memory_active_bytes", "Bytes of MLX's arrays.", now.active_bytes),
+            ("kvant_memory_cached_bytes", "Bytes that MLX keeps for reuse.", now.cached_bytes),
+            ("kvant_memory_peak_bytes", "Most bytes of MLX's arrays so far.", now.peak_bytes),
+        ]
+        counters = [
+            ("kvant_drafted_tokens", "Tokens drafted and verified.", now.drafts.drafted),
+            ("kvant_accepted_tokens", "Of them those that answers have.", now.drafts.accepted),
+        ]
+        if (disk := now.disk) is not None:
+            gauges.append(("kvant_disk_cache_bytes", "Bytes of the disk cache's files.", disk.bytes))
+            counters += [
                 ("kvant_disk_cache_hits", "Files of the disk cache that were read.", disk.hits),
                 ("kvant_disk_cache_written", "Files of the disk cache that were written.", disk.written),
                 ("kvant_disk_cache_dropped", "Times that a file was not written.", disk.dropped),
-            ):
-                yield CounterMetricFamily(name, help_text, value=count)
-        drafts = engine.drafts
-        yield CounterMetricFamily(
-            "kvant_drafted_tokens", "Tokens drafted and verified.", value=drafts.drafted
-        )
-        yield CounterMetricFamily(
-            "kvant_accepted_tokens", "Of them those that answers have.", value=drafts.accepted
-        )
+            ]
+        for name, help_text, value in gauges:
+            yield GaugeMetricFamily(name, help_text, value=value)
+        for name, help_text, count in counters:
+            yield CounterMetricFamily(name, help_text, value=count)

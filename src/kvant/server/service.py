@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
+import mlx.core as mx
+
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine, Deliver
@@ -24,6 +26,7 @@ from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
+from kvant.server.snapshot import Snapshot
 from kvant.text.grammar import Grammars
 from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
@@ -50,7 +53,10 @@ class Service:
             raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
         self.drafts = drafts  # of a draft model; None: there is none
         folder = find_model(settings.model)
-        self.settings, self.model, self.tokenizer, self.pool = settings, model, tokenizer, pool
+        self.settings = settings
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pool = pool
         # patterns such as ``claude-*`` among them. Answers carry the first
         self.names = _names(settings, folder)
         # the model's own options
@@ -59,7 +65,8 @@ class Service:
         self.tool_format = tool_format(tokenizer)
         self.system_place = system_place(tokenizer)  # where its template takes system messages
         self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
-        self.reading, self.compiling = TurnQueue(), TurnQueue()  # of large bodies, of grammars
+        self.reading = TurnQueue()  # of large bodies
+        self.compiling = TurnQueue()  # of grammars
         with suppress(GrammarError):  # whoever asks for a format is told
             self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)
@@ -79,7 +86,7 @@ class Service:
             stall_after=settings.limits.stall_s,
             observe=self.live.observe,
         )
-        self.metrics = Metrics(self.engine, pool, lambda: self.waiting)
+        self.metrics = Metrics(self.snapshot)
 
     def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
         """What a request's answers draft from; None: nothing. If it asks for nothing, the server's default
@@ -99,10 +106,21 @@ class Service:
         longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
         return max(MIN_CHARACTERS, self.max_seq_len * longest)
 
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a grammar, or for pages."""
-        return self.compiling.waiting + self.engine.counts.waiting
+    def snapshot(self) -> Snapshot:
+        """Return what the server does and holds now; any thread may ask."""
+        counts = self.engine.counts
+        return Snapshot(
+            counts=counts._replace(waiting=counts.waiting + self.compiling.waiting),
+            is_alive=self.engine.alive,
+            age_s=self.engine.age,
+            drafts=self.engine.drafts,
+            pages=self.pool.num_pages,
+            pool_bytes=self.pool.nbytes,
+            disk=None if self.pool.disk is None else self.pool.disk.disk.counts,
+            active_bytes=mx.get_active_memory(),
+            cached_bytes=mx.get_cache_memory(),
+            peak_bytes=mx.get_peak_memory(),
+        )
 
     @property
     def alive(self) -> bool:
@@ -118,13 +136,12 @@ class Service:
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it."""
-        most, what = self.max_seq_len, "tokens"
+        most = self.max_seq_len
+        what = "tokens"
         if isinstance(prompt, str):
             # A short one is spared the look at the whole vocabulary.
-            most, what = (
-                MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters,
-                "characters",
-            )
+            most = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters
+            what = "characters"
         if len(prompt) > most:
             room = f"there is room for {self.max_seq_len} tokens, the answer's included"
             raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")

@@ -4,7 +4,6 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import mlx.core as mx
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -18,8 +17,8 @@ async def health(request: Request) -> Response:
     """200 while requests are answered; 503 where the engine has failed or the server is ending."""
     service: Service = request.app.state.service
     status = "failed" if not service.alive else "ending" if service.draining else "ok"
-    counts = service.engine.counts
-    said = {"status": status, "waiting": service.waiting, "running": counts.running + counts.prefilling}
+    counts = service.snapshot().counts
+    said = {"status": status, "waiting": counts.waiting, "running": counts.running + counts.prefilling}
     return JSONResponse(said, 200 if status == "ok" else 503)
 
 
@@ -65,7 +64,9 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def props(request: Request) -> Response:
     """What is in force."""
     service: Service = request.app.state.service
-    settings, pool, drafts = service.settings, service.pool, service.engine.drafts
+    settings = service.settings
+    pool = service.pool
+    now = service.snapshot()
     groups = sorted({layer.format.kv_group_size for layer in pool.layers} - {0})
     return JSONResponse(
         {
@@ -95,15 +96,15 @@ async def props(request: Request) -> Response:
                 "deterministic": settings.deterministic,
                 "max_queue": settings.max_queue,
                 "draft": settings.draft,
-                "drafted_tokens": drafts.drafted,
-                "accepted_tokens": drafts.accepted,
+                "drafted_tokens": now.drafts.drafted,
+                "accepted_tokens": now.drafts.accepted,
             },
             "sampling": service.sampling,
             "memory": {
                 "planned": service.planned,
-                "active": mx.get_active_memory(),
-                "kept_for_reuse": mx.get_cache_memory(),
-                "peak": mx.get_peak_memory(),
+                "active": now.active_bytes,
+                "kept_for_reuse": now.cached_bytes,
+                "peak": now.peak_bytes,
             },
             "limits": asdict(settings.limits),
             "key_required": bool(settings.api_keys),
