@@ -119,8 +119,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._list("/".join(parts[2:4]), "/".join(parts[5:]) or "main")
         elif parts[0] == "cdn":
             self._large("/".join(parts[1:3]), *parts[3:])
-        else:
+        elif parts[2:3] == ["resolve"]:
             self._file("/".join(parts[:2]), *parts[3:])
+        else:
+            self._refuse(404, "")
 
     def _list(self, repository: str, revision: str) -> None:
         commits = self.hub.commits.get(repository)
@@ -145,6 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(*self.hub.file_refusal, self.hub.headers.get(name, {}))
         if name in self.hub.moved and not self.path.startswith("/moved"):
             return self._send(307, b"moved", {"Location": f"/moved{self.path}"})
+        commit = self.hub.branches[repository].get(commit, commit)
         data = self.hub.commits[repository][commit][name]
         headers = {"X-Repo-Commit": commit}
         if name.endswith(LARGE):

@@ -326,6 +326,22 @@ def test_huggingface_hub_finds_what_was_pulled(machine: Machine, hub: Hub) -> No
     assert len(hub.requests) == count + 1
 
 
+def test_a_download_of_another_program_moves_no_pin(
+    machine: Machine, hub: Hub, files: dict[str, bytes]
+) -> None:
+    """It writes where a branch is now into refs/, of files that kvant has not verified."""
+    folder = machine.pull(REPOSITORY)
+    new = hub.add(REPOSITORY, files | {"generation_config.json": b"{}"})
+    code = "import sys; from huggingface_hub import hf_hub_download; hf_hub_download(*sys.argv[1:])"
+    _, errors = machine.start(REPOSITORY, WEIGHTS, code=code).communicate(timeout=60)
+    assert errors == ""
+    assert (machine.blobs.parent / "refs" / "main").read_text() == new
+    assert (machine.blobs.parent / "snapshots" / new / WEIGHTS).exists()
+    assert machine.resolves() is None
+    done = machine.run("pull", REPOSITORY)
+    assert (done.returncode, done.stdout) == (0, f"{folder}\n")
+
+
 def test_a_cache_without_links(machine: Machine) -> None:
     folder = machine.pull(REPOSITORY, patches={"huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS": "True"})
     assert not any(path.is_symlink() for path in folder.iterdir())
