@@ -483,10 +483,12 @@ class MessageStream(Encoder):
 
     def _close(self) -> Iterator[dict[str, Any]]:
         """End the open block of text or thinking."""
-        kind, text = self._open, "".join(self._pieces)
+        kind = self._open
+        text = "".join(self._pieces)
         if not kind:
             return
-        self._open, self._pieces = "", []
+        self._open = ""
+        self._pieces = []
         block = self._message["content"][-1]
         if kind == "text":
             block["text"] = text

@@ -18,7 +18,8 @@ from kvant.server.left_out import LeftOut, kinds, known
 T = TypeVar("T")
 MAX_DEPTH = 64
 FLAT = {int, float, bool, str, type(None)}
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256  # texts of stop, and characters of one
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters
 MAX_TOKENS = 1024  # in logit_bias, and in stop_token_ids
 MAX_TOOLS = 1024  # agents with many servers of tools have more than OpenAI's 128
 MAX_PROMPTS = 128  # OpenAI's

@@ -135,7 +135,8 @@ async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
     if len(body) <= SMALL_BODY:
         return read(body)
     service: Service = request.app.state.service
-    line, loop = service.reading, asyncio.get_running_loop()
+    line = service.reading
+    loop = asyncio.get_running_loop()
 
     async def read_in_turn() -> T:
         room = service.settings.max_queue - line.waiting
@@ -157,7 +158,8 @@ async def together(
     it ends all of them.
     """
     queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-    places, first = asyncio.Semaphore(at_once), asyncio.Lock()
+    places = asyncio.Semaphore(at_once)
+    first = asyncio.Lock()
 
     async def follow(number: int, events: AsyncGenerator[Event, None]) -> None:
         def put(event: Event) -> None:
@@ -285,7 +287,8 @@ async def _with_pauses(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Ev
             if not done:
                 yield None
                 continue
-            found, coming = coming, None
+            found = coming
+            coming = None
             try:
                 yield found.result()
             except StopAsyncIteration:

@@ -230,7 +230,8 @@ def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dic
     """The fields of a generation that chat and completions fill in the same way."""
     if body.stream_options is not None and not body.stream:
         left_out.add("stream_options")
-    answers, most = 1 if body.n is None else body.n, service.settings.sequences
+    answers = 1 if body.n is None else body.n
+    most = service.settings.sequences
     if not 1 <= answers <= most:
         raise ApiError(f"n is {answers}; expected 1 to {most}, the sequences of this server", param="n")
     return {
@@ -321,7 +322,8 @@ def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
 
 
 def _format(body: ChatBody) -> Format | None:
-    wanted, structured = format_of(body.response_format), _structured_format(body.structured_outputs)
+    wanted = format_of(body.response_format)
+    structured = _structured_format(body.structured_outputs)
     if wanted and structured:
         said = "response_format and structured_outputs are given; expected one of them"
         raise ApiError(said, param="response_format")
@@ -533,7 +535,8 @@ class ChatAnswers(_Answers):
     def whole(self) -> dict[str, Any]:
         choices = []
         for number, (message, choice) in enumerate(zip(self._messages, self._choices, strict=True)):
-            text, thinking = "".join(message["content"]), "".join(message["reasoning_content"])
+            text = "".join(message["content"])
+            thinking = "".join(message["reasoning_content"])
             made: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if thinking:
                 made["reasoning_content"] = thinking

@@ -417,7 +417,8 @@ def _tools_of(
 
 def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -> Tool:
     """A tool that takes text, as the model knows it: a function of one argument, whose grammar it reads."""
-    said, form = tool.description or "", tool.format
+    said = tool.description or ""
+    form = tool.format
     if not isinstance(form, GrammarFormat):
         return Tool(tool.name, said, INPUT, custom=True)
     grammar = form.definition if form.syntax == "lark" else f"start: {as_lark(form.definition)}"
@@ -567,7 +568,9 @@ class ResponseStream(Encoder):
         yield self._of_text(said, f"{said.part}.done", part=part)
         if said is not MESSAGE and self._keeps_opaque:
             item["encrypted_content"] = opaque(text)
-        self._open, self._pieces, self._shown_logprobs = None, [], []
+        self._open = None
+        self._pieces = []
+        self._shown_logprobs = []
         yield self._done(item)
 
     def call(self, event: Call) -> Iterator[dict[str, Any]]:
@@ -642,7 +645,9 @@ class ResponseStream(Encoder):
 
 def _response(model: str, body: ResponsesBody, generation: Generation, sampling: Sampling) -> dict[str, Any]:
     """A response before its first token, with what is in force for it."""
-    reasoning, text, choice = body.reasoning or Reasoning(), body.text or TextConfig(), generation.tool_choice
+    reasoning = body.reasoning or Reasoning()
+    text = body.text or TextConfig()
+    choice = generation.tool_choice
     form = {"type": "text"} if text.format is None else msgspec.to_builtins(text.format)
     return {
         "id": _id("resp"),

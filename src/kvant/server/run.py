@@ -187,7 +187,8 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.exit_code = 0
-        self._service, self._announce = service, announce
+        self._service = service
+        self._announce = announce
         self._ending: asyncio.Task[None] | None = None
         self._logged: dict[str, float] = {}  # when, by the event loop's message
 
@@ -205,7 +206,8 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop, signals = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
+        loop = asyncio.get_running_loop()
+        signals = [signal.SIGINT, signal.SIGTERM]
         if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # of nohup
             signals.append(signal.SIGHUP)
         for number in signals:
@@ -225,7 +227,8 @@ class Server(uvicorn.Server):
 
     async def end(self) -> None:
         """Take no further requests, let those under way end, and stop."""
-        service, limits = self._service, self._service.settings.limits
+        service = self._service
+        limits = service.settings.limits
         service.draining = True
         if service.active:
             self._announce(
@@ -241,7 +244,8 @@ class Server(uvicorn.Server):
 
     def _log(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an error of the event loop that nobody waits for: its kind and place, and not its text."""
-        message, now = context["message"], time.monotonic()
+        message = context["message"]
+        now = time.monotonic()
         if now - self._logged.get(message, -math.inf) >= SAME_S:
             self._logged[message] = now
             error = context.get("exception")

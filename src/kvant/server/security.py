@@ -51,7 +51,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
+        self._app = app
+        self._service = service
         host = service.settings.host.lower().strip("[]")
         address = address_of(host)
         # it listens on all addresses of its machine
@@ -101,7 +102,8 @@ class Guard:
         if "content-length" in headers and "transfer-encoding" in headers:
             said = "the request has a Content-Length and a Transfer-Encoding; expected one of them"
             return ApiError(said, headers=CLOSE)
-        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        hosts = headers.getlist("host")
+        origins = headers.getlist("origin")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
             names = ", ".join(sorted(self._hosts))
             return ApiError(
@@ -177,7 +179,9 @@ class Bodies:
     """The layer that reads a body to its end, within bounds, before anything looks at it."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service, self._limits = app, service, service.settings.limits
+        self._app = app
+        self._service = service
+        self._limits = service.settings.limits
         self._num_bytes = 0  # bytes of the bodies that requests still need
         self._coming: set[Body] = set()  # those that have no end yet
 
@@ -303,7 +307,8 @@ def count_values(body: bytes) -> int:
     """
     # Two backslashes are one, and end before the next character. What then follows one is no end of a string.
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, NO_MARKS)
-    found, inside = 0, 0
+    found = 0
+    inside = 0  # 1: the next part is in a string
     for start in range(0, len(bare), PIECE_BYTES):
         parts = bare[start : start + PIECE_BYTES].split(b'"')
         found += sum(map(len, parts[inside::2]))

@@ -133,7 +133,9 @@ def note_branch(repository: str, branch: str, commit: str) -> None:
 
 def _checked(repository: str, revision: str | None, found: "ModelInfo") -> Listing:
     """The listing. Nothing in it is believed before it is checked: names become parts of paths."""
-    commit, files, names = found.sha, dict[str, Listed](), set[str]()
+    commit = found.sha
+    files: dict[str, Listed] = {}
+    names: set[str] = set()
     wanted = revision if revision and COMMIT.fullmatch(revision) else commit
     if not isinstance(commit, str) or not COMMIT.fullmatch(commit) or commit != wanted:
         asked = revision or "main"

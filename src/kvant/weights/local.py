@@ -139,7 +139,8 @@ def removal(text: str) -> Removal:
         raise WeightsError(
             f"{reference} was not pulled by kvant; nothing to remove (`kvant models` lists what was)"
         )
-    strategy, size = None, 0
+    strategy = None
+    size = 0
     if snapshot_folder(reference.repository, commit).is_dir():
         from huggingface_hub import scan_cache_dir
 

@@ -108,7 +108,9 @@ def _path(repository: str) -> Path:
 
 def _parse(record: Mapping[str, Any]) -> Lock:
     """The lock, with all names checked: each becomes part of a path."""
-    repository, pins, snapshots = record["repository"], record["pins"], record["snapshots"]
+    repository = record["repository"]
+    pins = record["pins"]
+    snapshots = record["snapshots"]
     commits = [*pins.values(), *snapshots]
     if (
         record["format"] != FORMAT

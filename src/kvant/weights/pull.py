@@ -103,7 +103,8 @@ def _here(reference: Reference) -> Path | None:
 
 
 def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) -> Path:
-    repository, commit = reference.repository, listing.commit
+    repository = reference.repository
+    commit = listing.commit
     check_writable()
     folder = snapshot_folder(repository, commit)
     _check_listing(repository, listing, lock)
@@ -128,7 +129,8 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
 def _check_listing(repository: str, listing: Listing, lock: Lock) -> None:
     """Refuse a listing that contradicts known facts, or a file of which nobody states a digest."""
     recorded: Mapping[str, Verified | File] = lock.snapshots.get(listing.commit, {})
-    lists, stated = f"{repository}@{listing.commit}: the hub lists", set[str]()
+    lists = f"{repository}@{listing.commit}: the hub lists"
+    stated: set[str] = set()
     for name, known in (*recorded.items(), *known_files(repository, listing.commit).items()):
         listed = listing.files.get(name)
         if listed is None:
@@ -146,7 +148,8 @@ def _check_listing(repository: str, listing: Listing, lock: Lock) -> None:
 
 
 def _refuse_without_space(reference: Reference, listing: Listing, missing: Iterable[str]) -> None:
-    folder, needed = repository_folder(reference.repository), 0
+    folder = repository_folder(reference.repository)
+    needed = 0
     for file in map(listing.files.__getitem__, missing):
         digest = file.sha256 or file.git_blob
         needed += 0 if digest and (folder / "blobs" / digest).is_file() else file.bytes

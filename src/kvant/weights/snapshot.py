@@ -116,7 +116,8 @@ def _unchanging(folder: Path, name: str) -> Iterator[tuple[BufferedReader, os.st
         with files.open_file(path, folder, WeightsError) as file:
             before = os.fstat(file.fileno())
             yield file, before
-            after, there = os.fstat(file.fileno()), real_file(folder, name).stat()
+            after = os.fstat(file.fileno())
+            there = real_file(folder, name).stat()
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error.strerror}") from error
     if not _identity(before) == _identity(after) == _identity(there):
