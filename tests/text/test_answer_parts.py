@@ -4,6 +4,7 @@ import json
 import random
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -473,3 +474,24 @@ def test_marks_that_are_special_tokens(
     stream = TextStream(made, splitter=AnswerParts(made, "assistant\n", TOOLS, form))
     parts = [part for token in ids for part in stream.add(token)]
     assert joined([*parts, *stream.finish()]) == ["Yes.", ROME]
+
+
+def test_text_that_may_begin_a_stop_string_comes_before_a_call(pocket: Any) -> None:
+    ids = pocket[1].encode(f"Yes{CALLS['hermes']}", add_special_tokens=False)
+    stream = TextStream(pocket[1], ["Yesterday"], AnswerParts(pocket[1], "assistant\n", TOOLS, Hermes()))
+    parts = [part for token in ids for part in stream.add(token)]
+    assert joined([*parts, *stream.finish()]) == ["Yes", ROME]
+    assert stream.stop is None
+
+
+def test_stop_strings_are_looked_for_in_what_is_said(pocket: Any) -> None:
+    """Thinking counts only up to the first text, even if that text is held back."""
+    steps: list[list[Part]] = [[], [TextPart("stop", thinking=True)], [TextPart("st")], [TextPart("a", True)]]
+    steps += [[TextPart("op")], [TextPart("b")]]
+    rest = iter(steps)
+    splitter: Any = SimpleNamespace(add=lambda text: next(rest))
+    stream = TextStream(pocket[1], ["stop"], splitter)
+    found = [(stream.add(5), stream.is_thinking, stream.stop) for _ in steps]
+    thought = [[], steps[1], [], steps[3], [], []]
+    states = [(None, None), (True, None), (False, None), (False, None), (False, "stop"), (False, "stop")]
+    assert found == [(parts, *state) for parts, state in zip(thought, states, strict=True)]
