@@ -1,7 +1,8 @@
 """The record of pulled and verified files: one JSON file a repository, in the user's cache.
 
 A commit without an entry is not loaded. So a pull that was cut short, or that brought wrong files, leaves
-nothing that could be loaded.
+nothing that could be loaded. Pins are here and not in the hub's own refs/, which every program that downloads
+moves to where a branch is now.
 """
 
 import errno
