@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from kvant.server.errors import ApiError
@@ -11,10 +10,6 @@ from kvant.server.service import Service
 from kvant.server.turns import as_shown
 from kvant.text.grammar import Grammar, build_tool_grammar
 from kvant.text.grammar_source import Kind, Source, unknown_formats
-
-# One thread, apart from the default pool: a grammar that takes long must not delay the reading of others'
-# prompts.
-COMPILING = ThreadPoolExecutor(1, "kvant-grammar")
 
 
 async def grammar_of(service: Service, generation: Generation, prompt: str) -> Grammar | None:
@@ -37,11 +32,10 @@ async def grammar_of(service: Service, generation: Generation, prompt: str) -> G
     kind, document = await asyncio.to_thread(_document, service, generation, prompt)
     if (found := service.grammars.compiled(document, generation.salt)) is not None:
         return found
-    room = service.settings.max_queue - service.snapshot().counts.waiting
-    async with service.compiling.turn((generation.salt, generation.client), len(document), room):
-        loop = asyncio.get_running_loop()
-        compiling = service.grammars.compile_document
-        return await loop.run_in_executor(COMPILING, compiling, kind, document, generation.salt)
+    client = (generation.salt, generation.client)
+    room = service.settings.max_queue - service.engine.counts.waiting
+    work = service.grammars.compile_document
+    return await service.compiling.run(client, len(document), room, work, kind, document, generation.salt)
 
 
 def unheld_formats(generation: Generation) -> set[str]:

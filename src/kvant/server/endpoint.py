@@ -6,7 +6,6 @@ A client that goes away ends what was begun for it.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -31,9 +30,6 @@ PAUSE_S = 10.0  # without an event, after which a stream says that it goes on: c
 COMMENT = b": the prompt is read\n\n"
 GONE = 499  # nginx's status; only a client that closed just its sending side can read it
 SMALL_BODY = 64 << 10  # bytes; a body of this size is decoded in a few milliseconds, whatever it contains
-# One thread, apart from the default pool: a body that takes long must not delay the reading of others'
-# prompts.
-READING = ThreadPoolExecutor(1, "kvant-body")
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
 
 
@@ -135,16 +131,10 @@ async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
     if len(body) <= SMALL_BODY:
         return read(body)
     service: Service = request.app.state.service
-    line = service.reading
-    loop = asyncio.get_running_loop()
-
-    async def read_in_turn() -> T:
-        room = service.settings.max_queue - line.waiting
-        async with line.turn(_whose(request), count_marks(body), room):
-            return await loop.run_in_executor(READING, read, body)
-
+    room = service.settings.max_queue
+    work = service.reading.run(_whose(request), count_marks(body), room, read, body)
     try:
-        return await unless_gone(request.receive, read_in_turn())
+        return await unless_gone(request.receive, work)
     except QueueFullError as error:
         raise busy(error) from error
 

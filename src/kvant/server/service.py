@@ -17,7 +17,6 @@ from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import read_model_sampling
-from kvant.engine.turn_queue import TurnQueue
 from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError
 from kvant.models import LanguageModel
 from kvant.models.caches import DEFAULT_RESERVATION
@@ -27,6 +26,7 @@ from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
 from kvant.server.snapshot import Snapshot
+from kvant.server.turn_queue import TurnQueue
 from kvant.text.grammar import Grammars
 from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
@@ -65,8 +65,8 @@ class Service:
         self.tool_format = tool_format(tokenizer)
         self.system_place = system_place(tokenizer)  # where its template takes system messages
         self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
-        self.reading = TurnQueue()  # of large bodies
-        self.compiling = TurnQueue()  # of grammars
+        self.reading = TurnQueue("kvant-body")  # of large bodies
+        self.compiling = TurnQueue("kvant-grammar")  # of grammars
         with suppress(GrammarError):  # whoever asks for a format is told
             self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)

@@ -1,14 +1,18 @@
 """Whose turn it is where one thing is done at a time and may take seconds: a grammar, a large body."""
 
 import asyncio
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
+from typing import TypeVar, TypeVarTuple
 
 from kvant.errors import QueueFullError
 
 PLACE_SIZE = 256  # of an entry's size, for which one that came later may go first
 
+T = TypeVar("T")
+Given = TypeVarTuple("Given")
 Entry = tuple[int, int, "asyncio.Future[None]"]  # its place, its arrival, and what is waited for
 
 
@@ -18,7 +22,9 @@ class TurnQueue:
     Clients take turns. Of one client's entries the small ones go first, but none waits for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "kvant-turns") -> None:
+        """``name``: of the thread of :meth:`run`, apart from the default pool, which others wait for."""
+        self._thread = ThreadPoolExecutor(1, name)
         self._busy = False
         self._arrivals = count()
         self._waiting: dict[Hashable, list[Entry]] = {}  # by client, in the order of their turns
@@ -28,6 +34,13 @@ class TurnQueue:
         """How many wait for their turn."""
         return sum(map(len, self._waiting.values()))
 
+    async def run(
+        self, client: Hashable, size: int, room: int, work: Callable[[*Given], T], *given: *Given
+    ) -> T:
+        """Call a function in the queue's thread, in a turn; the others are as for :meth:`turn`."""
+        async with self.turn(client, size, room):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+
     @asynccontextmanager
     async def turn(self, client: Hashable, size: int, room: int) -> AsyncIterator[None]:
         """Wait for a turn, which lasts as long as the context.
@@ -35,10 +48,10 @@ class TurnQueue:
         Args:
             client: whose turn it is.
             size: what it takes about, such as the bytes of a grammar or the marks of a body.
-            room: how many more may wait. A QueueFullError is raised if this one has to, and there is none.
+            room: how many may wait. A QueueFullError is raised if this one has to, and as many do.
         """
         if self._busy:
-            if room < 1:
+            if self.waiting >= room:
                 raise QueueFullError("as many requests wait as may; try again later")
             await self._wait(client, size)
         self._busy = True

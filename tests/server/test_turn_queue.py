@@ -2,13 +2,14 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from kvant.engine.turn_queue import PLACE_SIZE, TurnQueue
 from kvant.errors import QueueFullError
+from kvant.server.turn_queue import PLACE_SIZE, TurnQueue
 
 ROOM = 1000  # enough
 
@@ -134,3 +135,17 @@ async def test_clients_that_leave_at_random() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         assert line.queue.waiting == 0
         await line.end_all(await line.add("again", "a", 1, 0))  # nobody has the turn
+
+
+@in_a_loop
+async def test_work_is_done_in_one_thread_apart() -> None:
+    queue = TurnQueue("apart")
+    places = await asyncio.gather(*(queue.run(client, 1, ROOM, _place, client) for client in "abc"))
+    assert [client for client, _ in places] == ["a", "b", "c"]
+    assert len({thread for _, thread in places}) == 1
+    assert places[0][1].name.startswith("apart")
+    assert not queue.waiting
+
+
+def _place(client: str) -> tuple[str, threading.Thread]:
+    return client, threading.current_thread()
