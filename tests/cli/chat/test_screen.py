@@ -10,12 +10,10 @@ import pyte
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.text import Text
 from support.counts import count
 from support.terminal import squeezed
 
 from kvant.cli.chat import screen as module
-from kvant.cli.chat.markdown import Renderer
 from kvant.cli.chat.screen import Screen
 
 DATA = Path(__file__).parents[2] / "data/screen"
@@ -190,12 +188,6 @@ def test_no_text_controls_the_terminal(text: str, markdown: bool) -> None:
         _check_written(window)
     if "bold red" in text:
         assert text in squeezed(window.text)
-
-
-def test_what_a_parser_lets_through_is_escaped_too() -> None:
-    assert Renderer(_Window(30, 5)).lines(Text("a\x1b[2Jb\x9b", "bold"), 20) == [
-        "\x1b[1ma\\x1b[2Jb\\x9b\x1b[0m"
-    ]
 
 
 MARKS = [

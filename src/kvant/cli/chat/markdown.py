@@ -1,12 +1,14 @@
-"""Markdown on a terminal while it is still being written: blocks that are finished, and the block under way.
+"""Text on a terminal while it is still being written: pieces that are final, and the piece under way.
 
-Rich renders a block. What a model wrote is never rich's own markup, and no part of it is left out: HTML, the
-address of a link and the definition of one are shown as text.
+A piece is a block of markdown, an item of a list or a line of code; rich renders it. What a model wrote is
+never rich's own markup, and no part of it is left out: HTML, the address of a link and the definition of one
+are shown as text.
 """
 
-import copy
-import re
-from typing import TextIO
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, TextIO
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -20,45 +22,20 @@ from rich.theme import Theme
 
 from kvant.cli.terminal import escaped
 
-# No backgrounds, and colours of the terminal's own palette: they can be read on dark and on light.
-THEME = Theme(
-    {
-        "markdown.code": "cyan",
-        "markdown.block_quote": "italic",
-        "markdown.h1": "bold underline",
-        "markdown.h2": "bold underline",
-        "markdown.h3": "bold",
-        "markdown.h4": "bold",
-        "markdown.h5": "italic",
-        "markdown.h6": "italic",
-        "markdown.hr": "dim",
-        "markdown.link": "underline",
-        "markdown.link_url": "dim",
-        "markdown.table.border": "dim",
-        "markdown.table.header": "bold",
-    }
-)
+# No backgrounds and no blue: an answer can be read on dark and on light.
+THEME = Theme({"markdown.code": "cyan", "markdown.link": "underline", "markdown.link_url": "dim"})
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
+LISTS = ("bullet_list_open", "ordered_list_open")
 BEFORE = 40  # lines of code that are looked at again for the colours of the next: a long text in quotes
-STYLE = re.compile(r"(\x1b\[[0-9;]*m)")  # all that rich writes beside text
-TRAILING = re.compile(r"(?: |m[0-9;]*\[\x1b)*")  # of a line read backwards, so that it takes linear time
-
-
-def highlighted(code: str, language: str) -> list[Text]:
-    text = Syntax(
-        "", language or "text", theme="ansi_dark", background_color="default", tab_size=0
-    ).highlight(code)
-    return list(text.split("\n", allow_blank=True))[: code.count("\n") + 1]
+UNLIMITED = 1 << 20  # columns
 
 
 class _Heading(elements.Heading):
-    LEVEL_ALIGN = dict.fromkeys(("h1", "h2", "h3", "h4", "h5", "h6"), "left")
+    LEVEL_ALIGN: ClassVar = {"h1": "left"}
 
 
 class _List(elements.ListElement):
-    """Numbers as they are written, and as wide in the first item as in the tenth: items are rendered one
-    by one.
-    """
+    """Numbers with a full stop, as wide in the first item as in the tenth: items are rendered one by one."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         ordered = self.list_type == "ordered_list_open"
@@ -71,194 +48,112 @@ class _List(elements.ListElement):
                 yield Segment.line()
 
 
-class _Line(elements.HorizontalRule):
-    new_line = True
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Rule(style="markdown.hr")
-
-
-class _Code(elements.CodeBlock):
-    """Code inside of a list or a quotation."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from highlighted(str(self.text).removesuffix("\n"), self.lexer_name)
-
-
 class _Markdown(elements.Markdown):
-    elements = elements.Markdown.elements | {
-        "heading_open": _Heading,
-        "hr": _Line,
-        "bullet_list_open": _List,
-        "ordered_list_open": _List,
-        "fence": _Code,
-        "code_block": _Code,
-    }
+    elements = elements.Markdown.elements | {"heading_open": _Heading} | dict.fromkeys(LISTS, _List)
 
     def __init__(self, tokens: list[Token]) -> None:
-        super().__init__("", hyperlinks=False)  # a link's text would hide where it leads
+        super().__init__("", code_theme="ansi_dark", hyperlinks=False)  # a link would hide where it leads
         for token in tokens:
             for child in token.children or ():
                 if child.type == "image":
-                    child.type, child.tag, child.content = (
-                        "text",
-                        "",
-                        f"{child.content} ({child.attrs.get('src')})",
-                    )
+                    child.type = "text"
+                    child.tag = ""
+                    child.content = f"{child.content} ({child.attrs.get('src')})"
                     child.children = None
         self.parsed = tokens
 
 
-class Renderer:
-    """Renderables to lines for a terminal, with no control character but those of styles."""
+class _CodeLine(Text):
+    """A line of code. When it is final, the terminal breaks it, so that it can be copied whole."""
 
-    def __init__(self, stream: TextIO) -> None:
-        """``stream``: the terminal, for the colours it has."""
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block, or an item of a list."""
+
+    start: int  # its first line in the source
+    pieces: list[RenderableType]
+    number: int | None = None  # of an item after the first
+
+
+class GrowingText:
+    """Text that grows, as markdown or as it is."""
+
+    def __init__(self, stream: TextIO, *, markdown: bool, style: str = "") -> None:
+        """``stream``: the terminal, for the colours it has; ``style``: of text that is no markdown."""
         self._console = Console(file=stream, theme=THEME, highlight=False, markup=False, emoji=False)
-
-    def lines(self, shown: RenderableType, width: int | None) -> list[str]:
-        """Lines of at most ``width`` columns; None: the terminal breaks them."""
-        with self._console.capture() as captured:
-            if width is None:
-                self._console.print(shown, soft_wrap=True)
-            else:
-                self._console.print(shown, width=width)
-        return [_shown(line) for line in captured.get().removesuffix("\n").split("\n")]
-
-    def block(self, tokens: list[Token], width: int) -> list[str]:
-        """Lines of a block of markdown, without empty ones around it."""
-        lines = self.lines(_Markdown(tokens), width)
-        kept = [index for index, line in enumerate(lines) if line]
-        return lines[kept[0] : kept[-1] + 1] if kept else []
-
-
-def _shown(line: str) -> str:
-    """A rendered line without the spaces at its end, with escapes for what a terminal would obey beside
-    styles.
-    """
-    backwards = TRAILING.match(line[::-1])
-    filling = backwards.end() if backwards else 0
-    line = line[: len(line) - filling]
-    parts = [part if STYLE.fullmatch(part) else escaped(part) for part in STYLE.split(line)]
-    return "".join([*parts, "\x1b[0m"]) if filling and len(parts) > 1 else "".join(parts)
-
-
-class PlainText:
-    """Text that grows, as it is, with whole words at the margin."""
-
-    def __init__(self, renderer: Renderer, style: str = "") -> None:
-        self._renderer, self._style = renderer, style
-        self._source = ""  # that is not final
+        self._markdown = markdown
+        self._style = style
+        self._source = ""  # from the start of the block under way
+        self._number: int | None = None  # of that block
+        self._is_first = True  # whether that block is the first
+        self._given = 0  # of its pieces
 
     def add(self, text: str) -> None:
         self._source = (self._source + text).replace("\r\n", "\n")
 
-    def finished(self, width: int, *, ended: bool = False) -> list[str]:
-        """Lines that are final, each given once; ``ended``: no text follows. Empty lines at the end are
-        left out.
+    def take(self, width: int, *, ended: bool = False) -> tuple[list[str], list[str]]:
+        """Return the lines that are final, each given once, and the lines under way. Empty lines at the end
+        are left out.
+
+        ``ended``: no text follows.
         """
-        text = self._source.rstrip()
-        end = len(text) if ended else text.rfind("\n") + 1
-        done, self._source = self._source[:end], self._source[end:]
-        return self._rendered(done.removesuffix("\n"), width) if done else []
-
-    def current(self, width: int) -> list[str]:
-        """The line or block under way, as it would be if it ended here."""
-        text = self._source.rstrip()
-        return self._rendered(text, width) if text else []
-
-    def _rendered(self, text: str, width: int) -> list[str]:
-        return self._renderer.lines(Text(escaped(text), self._style), width)
-
-
-class MarkdownText(PlainText):
-    """Text that grows, as markdown, by blocks. Of a long one, items of a list or lines of code are given
-    when final.
-    """
-
-    def __init__(self, renderer: Renderer) -> None:
-        super().__init__(renderer)
-        self._separate = False  # something was given: an empty line comes before the next block
-        self._items = 0  # of the list under way, given before
-        self._first = 1  # the number of its first item
-        # of the code under way, given before; None: not even its first line
-        self._code_lines: int | None = None
-
-    def finished(self, width: int, *, ended: bool = False) -> list[str]:
-        return self._take(width, ended, None)
-
-    def current(self, width: int) -> list[str]:
-        return copy.copy(self)._take(width, True, width)
-
-    def _take(self, width: int, ended: bool, code_width: int | None) -> list[str]:
         # A line that is not complete may still change what the lines before it mean.
-        lines = self._source.split("\n")
-        complete = len(lines) if ended else len(lines) - 1
-        tokens = PARSER.parse(escaped("\n".join(lines[:complete])))
-        blocks = _blocks(tokens)
-        found: list[str] = []
-        cut = 0
-        for index, block in enumerate(blocks):
-            is_last = index == len(blocks) - 1 and not ended
-            start, end = block[0].map or (0, 0)
-            if block[0].type == "fence":
-                closed = not is_last or _is_closed(block[0], lines[end - 1], end - start)
-                found += self._code(block[0], code_width, closed)
-                cut = end if closed else start
-            elif block[0].type in ("bullet_list_open", "ordered_list_open"):
-                cut = self._list(block, width, found, is_last)
-            elif not is_last:
-                found += self._separated() + self._renderer.block(block, width)
-                cut = end
+        end = len(self._source) if ended else self._source.rfind("\n") + 1
+        blocks = self._blocks(self._source[:end])
+        pieces = _flat(blocks)
+        count = len(pieces) if ended else max(0, len(pieces) - 1)  # the last may go on
+        final = [line for piece in pieces[self._given : count] for line in self._lines(piece, width, True)]
+        if ended:
+            return final, []
+        under_way = _flat(self._blocks(self._source))[count:]
+        self._given = count
+        if len(blocks) > 1:
+            last = blocks[-1]
+            self._given -= len(pieces) - len(last.pieces)
+            self._source = "\n".join(self._source.split("\n")[last.start :])
+            self._number = last.number
+            self._is_first = False
+        return final, [line for piece in under_way for line in self._lines(piece, width, False)]
+
+    def _blocks(self, source: str) -> list[_Block]:
+        """Cut the source into blocks. An empty line is a piece of the block after it."""
+        if not self._markdown:
+            text = escaped(source.rstrip())
+            return [_Block(0, [Text(line, self._style) for line in text.split("\n")])] if text else []
+        found: list[_Block] = []
+        for tokens in _outermost(PARSER.parse(escaped(source))):
+            opening = tokens[0]
+            start = opening.map[0] if opening.map else 0
+            empty: list[RenderableType] = [] if self._is_first and not found else [""]
+            if opening.type in LISTS:
+                number = None if found else self._number
+                found += _items(tokens, empty if number is None else [], number)
+            elif opening.type == "fence":
+                found.append(_Block(start, empty + _code(opening, 0 if found else self._given)))
             else:
-                cut = start
-        self._source = "\n".join(lines[complete:] if ended else lines[cut:])
+                is_rule = opening.type == "hr"
+                found.append(_Block(start, [*empty, Rule(style="dim") if is_rule else _Markdown(tokens)]))
         return found
 
-    def _separated(self) -> list[str]:
-        empty = [""] if self._separate else []
-        self._separate = True
-        return empty
-
-    def _code(self, token: Token, width: int | None, closed: bool) -> list[str]:
-        """The lines of a code block that were not given yet, all of them complete."""
-        found: list[Text] = []
-        empty: list[str] = []
-        if self._code_lines is None:
-            empty, self._code_lines = self._separated(), 0
-            found.append(Text(f"{token.markup}{token.info}", "dim"))
-        lines = token.content.removesuffix("\n").split("\n") if token.content else []
-        if len(lines) > self._code_lines:
-            begin = max(0, self._code_lines - BEFORE)
-            colours = highlighted("\n".join(lines[begin:]), token.info.partition(" ")[0])
-            found += colours[self._code_lines - begin :]
-        self._code_lines = len(lines)
-        if closed:
-            found.append(Text(token.markup, "dim"))
-            self._code_lines = None
-        return empty + [line for text in found for line in self._renderer.lines(text, width)]
-
-    def _list(self, tokens: list[Token], width: int, found: list[str], is_last: bool) -> int:
-        """Append the lines of finished items to ``found``; the source line after them."""
-        opening, closing = tokens[0], tokens[-1]
-        starts = [
-            index for index, token in enumerate(tokens) if token.type == "list_item_open" and token.level == 1
-        ]
-        if not self._items:
-            self._first = int(opening.attrs.get("start", 1))
-        opening.attrs["start"] = self._first + self._items
-        end = starts[-1] if is_last else len(tokens) - 1  # the last item may go on
-        if end > 1:
-            if not self._items:
-                found += self._separated()
-            found += self._renderer.block([opening, *tokens[1:end], closing], width)
-        self._items = self._items + len(starts) - 1 if is_last else 0
-        after = tokens[end].map if is_last else None
-        return after[0] if after else (opening.map or (0, 0))[1]
+    def _lines(self, piece: RenderableType, width: int, is_final: bool) -> list[str]:
+        """Render a piece, with no control character but those of styles and no spaces at the lines' ends."""
+        columns = UNLIMITED if is_final and isinstance(piece, _CodeLine) else width
+        rows = self._console.render_lines(piece, self._console.options.update_width(columns), pad=False)
+        with self._console.capture() as captured:
+            for row in rows:
+                line = Text.assemble(*((escaped(segment.text), segment.style or "") for segment in row))
+                line.rstrip()
+                self._console.print(line, soft_wrap=True)
+        return captured.get().strip("\n").split("\n")
 
 
-def _blocks(tokens: list[Token]) -> list[list[Token]]:
-    """Tokens of each block of the outermost level."""
+def _flat(blocks: list[_Block]) -> list[RenderableType]:
+    return [piece for block in blocks for piece in block.pieces]
+
+
+def _outermost(tokens: list[Token]) -> list[list[Token]]:
+    """Return the tokens of each block of the outermost level."""
     found: list[list[Token]] = []
     for token in tokens:
         if token.level == 0 and token.nesting >= 0:
@@ -267,7 +162,24 @@ def _blocks(tokens: list[Token]) -> list[list[Token]]:
     return found
 
 
-def _is_closed(token: Token, last_line: str, lines: int) -> bool:
-    """Whether the last of a code block's lines closes it."""
-    mark = rf" {{0,3}}{re.escape(token.markup[0])}{{{len(token.markup)},}}[ \t]*"
-    return lines > 1 and re.fullmatch(mark, last_line) is not None
+def _items(tokens: list[Token], empty: list[RenderableType], number: int | None) -> Iterator[_Block]:
+    """Make a block of each item of a list; ``number``: of the first one, if there were items before it."""
+    opening = tokens[0]
+    starts = [i for i, token in enumerate(tokens) if token.type == "list_item_open" and token.level == 1]
+    first = int(opening.attrs.get("start", 1)) if number is None else number
+    for index, (start, end) in enumerate(pairwise([*starts, len(tokens) - 1])):
+        opening = opening.copy(attrs={"start": first + index})
+        shown = _Markdown([opening, *tokens[start:end], tokens[-1]])
+        pieces = [shown] if index else [*empty, shown]
+        yield _Block((tokens[start].map or [0])[0], pieces, first + index if index else number)
+
+
+def _code(token: Token, given: int) -> list[RenderableType]:
+    """Cut a block of code into lines with its marks, of which the first ``given`` need no colours."""
+    lines = token.content.removesuffix("\n").split("\n") if token.content else []
+    skipped = max(0, given - BEFORE)
+    syntax = Syntax("", token.info.partition(" ")[0] or "text", theme="ansi_dark", background_color="default")
+    code = syntax.highlight("\n".join(lines[skipped:])).split("\n", allow_blank=True)
+    coloured = [_CodeLine.assemble(line) for line in code[: len(lines) - skipped]]
+    mark = Text(token.markup, "dim")
+    return [mark + Text(token.info, "dim"), *[""] * skipped, *coloured, mark]

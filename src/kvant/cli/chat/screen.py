@@ -7,7 +7,7 @@ import os
 import time
 from typing import TextIO
 
-from kvant.cli.chat.markdown import MarkdownText, PlainText, Renderer
+from kvant.cli.chat.markdown import GrowingText
 
 EVERY_S = 0.03
 SHARE = 9  # drawing waits this many times as long as it took: a fast model is not slowed down
@@ -21,10 +21,9 @@ class Screen:
     def __init__(self, stream: TextIO, *, markdown: bool) -> None:
         """``stream``: standard output, a terminal."""
         self._stream = stream
-        self._renderer = Renderer(stream)
         self._markdown = markdown
         self._pieces: list[tuple[bool, str]] = []
-        self._text: PlainText | None = None
+        self._text: GrowingText | None = None
         self._is_thinking = False
         self._final: list[str] = []  # lines that are not on the screen yet
         self._rows = 1  # of the block under way, on the screen
@@ -56,11 +55,9 @@ class Screen:
             if not text:
                 return
             if self._text is not None:
-                self._final += [*self._text.finished(self._width, ended=True), ""]
-            plain = is_thinking or not self._markdown
-            self._text = (
-                PlainText(self._renderer, "dim" * is_thinking) if plain else MarkdownText(self._renderer)
-            )
+                self._final += [*self._text.take(self._width, ended=True)[0], ""]
+            markdown = self._markdown and not is_thinking
+            self._text = GrowingText(self._stream, markdown=markdown, style="dim" if is_thinking else "")
             self._is_thinking = is_thinking
         self._text.add(text)
 
@@ -68,10 +65,10 @@ class Screen:
         erase = self._erase(ended)
         if self._text is None or erase is None:
             return
-        final = self._final + self._text.finished(self._width, ended=ended)
+        final, under_way = self._text.take(self._width, ended=ended)
         room = max(1, self._size[1] - 1)  # of a longer block the end is seen while it grows
-        under_way = [] if ended else self._text.current(self._width)[-room:]
-        drawn = erase + "".join(f"{line}\n" for line in final) + "\n".join(under_way)
+        under_way = under_way[-room:]
+        drawn = erase + "".join(f"{line}\n" for line in self._final + final) + "\n".join(under_way)
         self._final, self._rows = [], max(1, len(under_way))
         # no Ctrl-C between: rows that are not there would be erased above the answer
         self._stream.write(drawn)
