@@ -1,5 +1,5 @@
-"""Several answers side by side, of one prompt or of many: a pool is planned, reserved and printed before
-it answers.
+"""Answers to one prompt or to many: one through the session's cache; several side by side, in a pool that is
+planned, reserved and printed before.
 """
 
 from bisect import bisect_right
@@ -14,10 +14,9 @@ from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.fitting import describe, named_format, tokens_asked
 from kvant.cli.options import RunOptions
 from kvant.cli.question import Question, at
-from kvant.cli.session import Session, asked_drafts, drafts_for_pool
-from kvant.cli.terminal import say
-from kvant.engine.model_drafts import check_drafts
-from kvant.engine.request import CHUNK, Request, pool_reservation, reservation
+from kvant.cli.session import Session, drafts_for_pool
+from kvant.engine.cache_scheduler import CacheScheduler
+from kvant.engine.request import CHUNK, PromptProgress, Request, pool_reservation, reservation
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.stream import GenerationResponse, TextRequest, responses
 from kvant.errors import ContextError
@@ -27,46 +26,46 @@ from kvant.sizes import format_bytes
 from kvant.tools.plan import MemoryPlan
 
 
-def answer_together(
+def answer(
     session: Session,
     run: RunOptions,
     questions: Sequence[Question],
     n: int,
     *,
-    at_once: int,
-    deterministic: bool,
+    at_once: int | None,
+    deterministic: bool = False,
     file: str | None = None,
+    progress: PromptProgress | None = None,
 ) -> Iterator[tuple[int, GenerationResponse]]:
     """The answers' tokens as they come, each with the number of its answer. All is reserved when it is
     called.
 
-    Each question has ``n`` answers, numbered from 0 in their order, and is read once. ``file`` is a prompt
-    cache, beside one question; the last answer brings what it is to hold.
+    Each question has ``n`` answers, numbered from 0 in their order, and is read once.
+
+    Args:
+        at_once: answers side by side, at most, in a pool that is made for them; None: the only one goes
+            through the session's cache, which has what it leaves.
+        file: a prompt cache, beside one question. A pool's last answer brings what it is to hold.
+        progress: called while a prompt is read.
     """
-    most, config = _most_tokens(session, run), session.checkpoint.config
-    asked: list[tuple[Question, range]] = []
-    needs: list[int] = []
-    for number, question in enumerate(questions):
-        with at(question.line):
-            need = reservation(session.model, len(question.ids), question.max_tokens, most)
-        # Answers share the prompt's pages. In windows each moves through its own.
-        shares = isinstance(config, ModelConfig) and all(
-            window is None or window >= need for window in config.windows
-        )
-        shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if shares else 0
-        for first in range(number * n, (number + 1) * n, at_once):
-            group = range(first, min(first + at_once, (number + 1) * n))
-            asked.append((question, group))
-            needs += [need, *[max(1, need - shared)] * (len(group) - 1)]
-    cached = cache_file.tokens_in(file)
-    # the last answer's; what was loaded, twice while it is taken over
-    caches = 0 if file is None else 2 if cached else 1
-    pool = _reserve(session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=cached)
-    drafts = drafts_for_pool(session, run, pool)
+    asked = _asked(questions, n, at_once or 1)
     cache, rest = None, None
-    if cached:
-        cache = session.model.reserve_cache(max(*needs, cached), session.settings.cache)
-        rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
+    scheduler: Scheduler
+    if at_once is None:
+        cache_file.take(file, session.cache, questions[0].ids, quiet=run.quiet)
+        scheduler = CacheScheduler(session.model, session.cache, prefill_step_size=run.prefill_step_size)
+    else:
+        needs = _needs(session, run, asked)
+        cached = cache_file.tokens_in(file)
+        # the last answer's; what was loaded, twice while it is taken over
+        caches = 0 if file is None else 2 if cached else 1
+        pool = _reserve(
+            session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=cached
+        )
+        if cached:
+            cache = session.model.reserve_cache(max(*needs, cached), session.settings.cache)
+            rest = cache_file.take(file, cache, questions[0].ids, quiet=run.quiet)
+        scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
     requests = [
         TextRequest(
             Request(
@@ -77,16 +76,42 @@ def answer_together(
                 session.tokenizer.eos_token_ids,
                 answers=len(group),
                 cache=cache,
-                keep_cache=file is not None and group is asked[-1][1],
-                drafts=drafts,
+                keep_cache=at_once is not None and file is not None and group is asked[-1][1],
+                drafts=session.drafts,
+                progress=progress,
             ),
             question.stop,
         )
         for question, group in asked
     ]
-    scheduler = Scheduler(session.model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
     pieces = responses(scheduler, requests, session.tokenizer)
     return ((asked[piece.number][1][piece.answer], piece) for piece in pieces)
+
+
+def _asked(questions: Sequence[Question], n: int, at_once: int) -> list[tuple[Question, range]]:
+    """Return what is submitted: each question, once for at most ``at_once`` of its answers."""
+    return [
+        (question, range(first, min(first + at_once, (number + 1) * n)))
+        for number, question in enumerate(questions)
+        for first in range(number * n, (number + 1) * n, at_once)
+    ]
+
+
+def _needs(session: Session, run: RunOptions, asked: Sequence[tuple[Question, range]]) -> list[int]:
+    """Return the tokens to reserve for each answer: its own, if it shares the prompt's pages with others."""
+    most = _most_tokens(session, run)
+    config = session.checkpoint.config
+    needs: list[int] = []
+    for question, group in asked:
+        with at(question.line):
+            need = reservation(session.model, len(question.ids), question.max_tokens, most)
+        # In windows each answer moves through its own pages.
+        shares = isinstance(config, ModelConfig) and all(
+            window is None or window >= need for window in config.windows
+        )
+        shared = len(question.ids) // PAGE_SIZE * PAGE_SIZE if shares else 0
+        needs += [need, *[max(1, need - shared)] * (len(group) - 1)]
+    return needs
 
 
 def _most_tokens(session: Session, run: RunOptions) -> int | None:
@@ -138,7 +163,7 @@ def _reserve(
             prefill_step_size=step_size,
             options=session.settings.cache,
         )
-    check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
+    session.drafts = drafts_for_pool(session, run, pool, deterministic=deterministic)
     if deterministic:
         with options.named("--deterministic"):
             Scheduler(session.model, pool, max_batch=rows, deterministic=True)
@@ -146,7 +171,6 @@ def _reserve(
     tokens = pool.num_pages * pool.page_size
     kind = describe_formats(pool.formats)
     together = f"{rows} sequence{'s' if rows > 1 else ''} at once"
-    say(f"cache: {tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}", run.quiet)
-    if warning := session.settings.cache.warning:
-        say(f"note: {warning}", run.quiet)
+    reserved = f"{tokens} tokens reserved for {together}, {kind}, {format_bytes(pool.nbytes)}"
+    session.say_cache(reserved, run.quiet)
     return pool

@@ -1,8 +1,6 @@
 """``kvant generate``: one prompt, one text; or several texts, or the prompts of a file."""
 
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated
 
@@ -12,20 +10,18 @@ from kvant.cache import ModelCache
 from kvant.cli import options, ranks
 from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
+from kvant.cli.answering import answer
 from kvant.cli.defaults import OF_THE_TEMPLATE
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
 from kvant.cli.prompts_file import Line, read_lines
-from kvant.cli.question import Question, prepare
+from kvant.cli.question import prepare
 from kvant.cli.sampling import drawn_seed
-from kvant.cli.session import Session, follow, load_session, open_session
+from kvant.cli.session import follow, load_session, open_session
 from kvant.cli.terminal import say
-from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.request import PromptProgress, Request
 from kvant.engine.sampler import greedy
 from kvant.engine.sampling import SamplingOptions
-from kvant.engine.stream import GenerationResponse, TextRequest, responses
 
 SEQUENCES = 8  # at once, unless --sequences says how many
 MAX_ANSWERS = 10_000  # of --n
@@ -149,21 +145,16 @@ def generate(
     # On a terminal the answers of a file themselves say how far it is.
     quiet = run.quiet or (of_a_file and sys.stdout.isatty())
     with LateProgress("answering" if of_a_file else "reading the prompt", quiet=quiet) as progress:
-        answers: Iterator[tuple[int, GenerationResponse]]
-        if together:
-            from kvant.cli.answering import answer_together  # with what a single prompt does not need
-
-            answers = answer_together(
-                session,
-                run,
-                questions,
-                n,
-                at_once=at_once,
-                deterministic=deterministic,
-                file=prompt_cache_file,
-            )
-        else:
-            answers = _answer(session, run, questions[0], prompt_cache_file, progress.update)
+        answers = answer(
+            session,
+            run,
+            questions,
+            n,
+            at_once=at_once if together else None,
+            deterministic=deterministic,
+            file=prompt_cache_file,
+            progress=None if of_a_file else progress.update,
+        )
         output = AnswerOutput(
             session, run, questions, n, prefill or "", json_lines=json_lines, of_a_file=of_a_file
         )
@@ -182,26 +173,3 @@ def generate(
         finally:
             progress.stop()
             output.end()
-
-
-def _answer(
-    session: Session, run: RunOptions, question: Question, file: str | None, progress: PromptProgress
-) -> Iterator[tuple[int, GenerationResponse]]:
-    """One answer, number 0, through the session's cache; what the file holds of the prompt is not read
-    again.
-    """
-    cache_file.take(file, session.cache, question.ids, quiet=run.quiet)
-    started = time.perf_counter()
-    request = Request(
-        question.ids,
-        question.max_tokens,
-        question.sampler,
-        question.processors,
-        session.tokenizer.eos_token_ids,
-        drafts=session.drafts,
-        progress=progress,
-        keep_logprobs=True,
-    )
-    scheduler = CacheScheduler(session.model, session.cache, prefill_step_size=run.prefill_step_size)
-    answer = responses(scheduler, [TextRequest(request, question.stop)], session.tokenizer, started)
-    return ((0, response) for response in answer)

@@ -12,8 +12,8 @@ from kvant.cache.disk import QUEUE_BYTES
 from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.session import asked_drafts, bound_memory, drafts_for_pool, follow, load_session
-from kvant.engine.model_drafts import PooledDrafts, check_drafts
+from kvant.cli.session import bound_memory, drafts_for_pool, follow, load_session
+from kvant.engine.model_drafts import PooledDrafts
 from kvant.errors import KvantError
 from kvant.files import read_user_file
 from kvant.sizes import format_bytes
@@ -140,16 +140,13 @@ def serve(
         bound_memory(planned.arrays, planned.scratch)
         with named_format(session.settings):
             pool = make_pool(settings, session.model)
-        check_drafts(asked_drafts(session, run), pool, deterministic=deterministic)
-        drafts = drafts_for_pool(session, run, pool)
+        drafts = drafts_for_pool(session, run, pool, deterministic=deterministic)
         if disk is not None:
             pool.use_disk(disk, is_exact=deterministic)
         with options.named("--deterministic"):
             pooled = drafts if isinstance(drafts, PooledDrafts) else None
             service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)
-        say(f"cache: {pool.describe()}")
-        if warning := session.settings.cache.warning:
-            say(f"note: {warning}")
+        session.say_cache(pool.describe(), run.quiet)
         if disk is not None:
             say(f"disk cache: {disk.describe()}")
         code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))

@@ -25,7 +25,7 @@ from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sa
 from kvant.cli.terminal import say
 from kvant.engine.drafts import Drafts, drafts_of
 from kvant.engine.load import Weights, find_adapter, find_model, load_folder, load_model
-from kvant.engine.model_drafts import ModelDrafts, check_folders
+from kvant.engine.model_drafts import ModelDrafts, check_drafts, check_folders
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampler import Sampler
 from kvant.engine.sampling import SamplingOptions
@@ -114,6 +114,12 @@ class Session:
             return text
         return f"{text} for keys and values, {format_bytes(self.state_bytes)} for the state of linear layers"
 
+    def say_cache(self, reserved: str, quiet: bool) -> None:
+        """Print what is reserved, and what is to be known of its format."""
+        say(f"cache: {reserved}", quiet)
+        if warning := self.settings.cache.warning:
+            say(f"note: {warning}", quiet)
+
     def describe_layers(self) -> list[str]:
         """Where layers differ, a line for each kind."""
         lines = self.cache.describe()
@@ -146,24 +152,26 @@ def open_session(
         session.cache.use_disk(disk)
     session.load_s += time.perf_counter() - started
     session.reserved, session.state_bytes = planned.max_kv_size, planned.state
-    lines = [f"cache: {session.describe_cache()}", *session.describe_layers()]
-    lines += [f"note: {warning}"] if (warning := session.settings.cache.warning) else []
-    say("\n  ".join(lines), run.quiet or not announce)
+    lines = [session.describe_cache(), *session.describe_layers()]
+    session.say_cache("\n  ".join(lines), run.quiet or not announce)
     session.drafts = drafts_for_pool(session, run, session.cache.pool, announce=announce)
     return session
 
 
-def asked_drafts(session: Session, run: RunOptions) -> Drafts | ModelDrafts | None:
-    """Where drafts come from; those of the session's draft model have no cache yet. None: there are none."""
-    if session.draft_model is None:
-        return drafts_of(run.draft)
-    options = session.settings.cache
-    return ModelDrafts(model=session.draft_model, num_draft_tokens=run.num_draft_tokens, options=options)
+def drafts_for_pool(
+    session: Session, run: RunOptions, pool: Pool, *, deterministic: bool = False, announce: bool = True
+) -> Drafts | None:
+    """Where the answers of a pool draft from; what a draft model needs is reserved, and that is printed.
 
-
-def drafts_for_pool(session: Session, run: RunOptions, pool: Pool, *, announce: bool = True) -> Drafts | None:
-    """Where the answers of a pool draft from; what a draft model needs is reserved, and that is printed."""
-    drafts = asked_drafts(session, run)
+    None: there are no drafts. Those that the pool cannot verify are refused.
+    """
+    drafts: Drafts | ModelDrafts | None = drafts_of(run.draft)
+    if session.draft_model is not None:
+        options = session.settings.cache
+        drafts = ModelDrafts(
+            model=session.draft_model, num_draft_tokens=run.num_draft_tokens, options=options
+        )
+    check_drafts(drafts, pool, deterministic=deterministic)
     if not isinstance(drafts, ModelDrafts):
         return drafts
     made = drafts.for_pool(pool)

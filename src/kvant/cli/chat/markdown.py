@@ -170,7 +170,7 @@ def _items(tokens: list[Token], empty: list[RenderableType], number: int | None)
     for index, (start, end) in enumerate(pairwise([*starts, len(tokens) - 1])):
         opening = opening.copy(attrs={"start": first + index})
         shown = _Markdown([opening, *tokens[start:end], tokens[-1]])
-        pieces = [shown] if index else [*empty, shown]
+        pieces = [*([] if index else empty), shown]
         yield _Block((tokens[start].map or [0])[0], pieces, first + index if index else number)
 
 
