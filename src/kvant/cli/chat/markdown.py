@@ -119,8 +119,8 @@ class GrowingText:
     def _blocks(self, source: str) -> list[_Block]:
         """Cut the source into blocks. An empty line is a piece of the block after it."""
         if not self._markdown:
-            text = escaped(source.rstrip())
-            return [_Block(0, [Text(line, self._style) for line in text.split("\n")])] if text else []
+            lines = source.rstrip().split("\n") if source.strip() else []
+            return [_Block(i, [Text(escaped(line), self._style)]) for i, line in enumerate(lines)]
         found: list[_Block] = []
         for tokens in _outermost(PARSER.parse(escaped(source))):
             opening = tokens[0]
