@@ -5,6 +5,7 @@ never rich's own markup, and no part of it is left out: HTML, the address of a l
 are shown as text.
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,16 +52,23 @@ class _List(elements.ListElement):
 class _Markdown(elements.Markdown):
     elements = elements.Markdown.elements | {"heading_open": _Heading} | dict.fromkeys(LISTS, _List)
 
-    def __init__(self, tokens: list[Token]) -> None:
-        super().__init__("", code_theme="ansi_dark", hyperlinks=False)  # a link would hide where it leads
-        for token in tokens:
-            for child in token.children or ():
-                if child.type == "image":
-                    child.type = "text"
-                    child.tag = ""
-                    child.content = f"{child.content} ({child.attrs.get('src')})"
-                    child.children = None
-        self.parsed = tokens
+
+# Without hyperlinks: a link's text would hide where it leads. It is copied, because to make one takes long.
+EMPTY = _Markdown("", code_theme="ansi_dark", hyperlinks=False)
+
+
+def _markdown(tokens: list[Token]) -> _Markdown:
+    """Make a renderable of a block's tokens; of an image its text and address."""
+    for token in tokens:
+        for child in token.children or ():
+            if child.type == "image":
+                child.type = "text"
+                child.tag = ""
+                child.content = f"{child.content} ({child.attrs.get('src')})"
+                child.children = None
+    made = copy.copy(EMPTY)
+    made.parsed = tokens
+    return made
 
 
 class _CodeLine(Text):
@@ -85,6 +93,7 @@ class GrowingText:
         self._markdown = markdown
         self._style = style
         self._source = ""  # from the start of the block under way
+        self._end = 0  # of the complete lines of it that were looked at
         self._number: int | None = None  # of that block
         self._is_first = True  # whether that block is the first
         self._given = 0  # of its pieces
@@ -100,21 +109,30 @@ class GrowingText:
         """
         # A line that is not complete may still change what the lines before it mean.
         end = len(self._source) if ended else self._source.rfind("\n") + 1
+        pieces = self._finished(end, ended) if ended or end > self._end else []
+        final = [line for piece in pieces for line in self._lines(piece, width, True)]
+        under_way = [] if ended else _flat(self._blocks(self._source))[self._given :]
+        return final, [line for piece in under_way for line in self._lines(piece, width, False)]
+
+    def _finished(self, end: int, ended: bool) -> list[RenderableType]:
+        """Return the pieces that the source's first ``end`` characters make final, and drop blocks before the
+        last.
+        """
         blocks = self._blocks(self._source[:end])
         pieces = _flat(blocks)
         count = len(pieces) if ended else max(0, len(pieces) - 1)  # the last may go on
-        final = [line for piece in pieces[self._given : count] for line in self._lines(piece, width, True)]
-        if ended:
-            return final, []
-        under_way = _flat(self._blocks(self._source))[count:]
+        final = pieces[self._given : count]
+        self._end = end
         self._given = count
         if len(blocks) > 1:
             last = blocks[-1]
+            left = "\n".join(self._source.split("\n")[last.start :])
+            self._end -= len(self._source) - len(left)
             self._given -= len(pieces) - len(last.pieces)
-            self._source = "\n".join(self._source.split("\n")[last.start :])
+            self._source = left
             self._number = last.number
             self._is_first = False
-        return final, [line for piece in under_way for line in self._lines(piece, width, False)]
+        return final
 
     def _blocks(self, source: str) -> list[_Block]:
         """Cut the source into blocks. An empty line is a piece of the block after it."""
@@ -133,7 +151,7 @@ class GrowingText:
                 found.append(_Block(start, empty + _code(opening, 0 if found else self._given)))
             else:
                 is_rule = opening.type == "hr"
-                found.append(_Block(start, [*empty, Rule(style="dim") if is_rule else _Markdown(tokens)]))
+                found.append(_Block(start, [*empty, Rule(style="dim") if is_rule else _markdown(tokens)]))
         return found
 
     def _lines(self, piece: RenderableType, width: int, is_final: bool) -> list[str]:
@@ -169,7 +187,7 @@ def _items(tokens: list[Token], empty: list[RenderableType], number: int | None)
     first = int(opening.attrs.get("start", 1)) if number is None else number
     for index, (start, end) in enumerate(pairwise([*starts, len(tokens) - 1])):
         opening = opening.copy(attrs={"start": first + index})
-        shown = _Markdown([opening, *tokens[start:end], tokens[-1]])
+        shown = _markdown([opening, *tokens[start:end], tokens[-1]])
         pieces = [*([] if index else empty), shown]
         yield _Block((tokens[start].map or [0])[0], pieces, first + index if index else number)
 
