@@ -14,6 +14,7 @@ from support.counts import count
 from support.terminal import squeezed
 
 from kvant.cli.chat import screen as module
+from kvant.cli.chat.markdown import PARSER
 from kvant.cli.chat.screen import Screen
 
 DATA = Path(__file__).parents[2] / "data/screen"
@@ -188,6 +189,15 @@ def test_no_text_controls_the_terminal(text: str, markdown: bool) -> None:
         _check_written(window)
     if "bold red" in text:
         assert text in squeezed(window.text)
+
+
+def test_what_a_parser_lets_through_is_escaped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = PARSER.parse
+    monkeypatch.setattr(PARSER, "parse", lambda source: parse(source.replace("\\x1b", "\x1b")))
+    window = _Window(30, 5)
+    _show(window, "**a\x1b[2Jb**\n\n```\n\x1b[1A\n```\n")
+    _check_written(window)
+    assert window.text == "a\\x1b[2Jb\n\n```\n\\x1b[1A\n```\n"
 
 
 MARKS = [
