@@ -1,4 +1,4 @@
-"""The page of what was measured, docs/evidence.md, from the files in scripts/results.
+"""The page of what was measured, docs/data/evidence.md, from the files in scripts/results.
 
 Run: python scripts/evidence_page.py      after a file was put there
 """
@@ -21,7 +21,7 @@ REPORT_HEAD = (
     "read", "format", "bytes a token", "mean KLD", "median", "p99", "p99.9", "same top-1", "perplexity",
 )  # fmt: skip
 RESULTS = REPOSITORY / "scripts" / "results"
-PAGE = REPOSITORY / "docs" / "evidence.md"
+PAGE = REPOSITORY / "docs" / "data" / "evidence.md"
 HEAD = """# Evidence
 
 Made by `scripts/evidence_page.py` from the files in `scripts/results`, which have every round.
@@ -145,7 +145,7 @@ def _report(name: str, record: Mapping[str, Any]) -> str:
 
 
 def _file(name: str) -> str:
-    return f"[{name}](../scripts/results/{name})"
+    return f"[{name}](../../scripts/results/{name})"
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:

@@ -256,7 +256,7 @@ def test_what_is_planned_is_what_generate_reserves(tmp_path: Path) -> None:
         line = f"cache: {made['max_kv_size']} tokens reserved, {made['kv_bits']} bits in groups of"
         fitted = ", keys rotated"
         if made["kv_bits"] == 4:
-            fitted = ", scales fitted, keys rotated, first 4 and last 108 tokens exact"
+            fitted = ", scales fitted, keys and values rotated, first 4 and last 108 tokens exact"
         size = format_bytes(made["bytes"]["cache"])
         assert done.stderr.startswith(f"{line} {made['kv_group_size']}{fitted}, {size}\n")
 

@@ -14,6 +14,7 @@ PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "data").glob("*.md")),
     *sorted((ROOT / "scripts").rglob("*.md")),
     *sorted((ROOT / "src").rglob("*.md")),
 ]

@@ -42,7 +42,7 @@ def evidence(
     """Measure this machine with a model, and keep every round in one file that others can check.
 
     What kvant doctor says; attention, and a token beside mlx-lm's, in turns; memory against its plan; the
-    quality of 8 and 4 bits; the start. docs/evidence.md is made of such files.
+    quality of 8 and 4 bits; the start. docs/data/evidence.md is made of such files.
     """
     options.check_kernels()
     if (output is None) == (check is None):
