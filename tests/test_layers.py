@@ -15,7 +15,7 @@ ROOT = Path(kvant.__file__).parent
 FLOORS = [
     "errors", "files", "atomic", "private", "digests", "tensor_header", "fields", "sizes", "threads", "weights", "blas",
     "operators", "cache", "models", "bridge", "ranks", "text", "engine", "sample_utils", "__init__", "machine",
-    "tools", "server", "cli", "__main__",
+    "plan", "tools", "server", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code
 

@@ -20,7 +20,8 @@ REPOSITORY = Path(__file__).parents[1]
 BUDGET = {
     "cli": 6950,
     "server": 5210,
-    "tools": 7640,
+    "plan": 1370,
+    "tools": 6500,
     "engine": 5000,
     "ranks": 1310,
     "bridge": 2730,

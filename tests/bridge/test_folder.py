@@ -22,9 +22,9 @@ from kvant.cache import CacheOptions, ModelCache
 from kvant.engine.load import load_model
 from kvant.errors import ModelError
 from kvant.models import LanguageModel
+from kvant.plan import BridgedCheckpoint, MemoryPlan, Settings, plan, read_facts, read_folder
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec
-from kvant.tools.plan import BridgedCheckpoint, MemoryPlan, Settings, plan, read_facts, read_folder
 
 PROMPT = " ".join(f"w{token}" for token in IDS if token > 1)
 QUANTIZED = ["gpt_oss", "gemma3_text", "gemma4_text", "qwen3_next", "qwen3_5", "deepseek_v3", "llama4"]

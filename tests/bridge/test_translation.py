@@ -4,7 +4,7 @@ import pytest
 
 from kvant.bridge.translation import translated
 from kvant.errors import ModelError
-from kvant.tools.plan import read_facts
+from kvant.plan import read_facts
 
 FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 

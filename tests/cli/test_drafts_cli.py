@@ -18,7 +18,7 @@ from kvant.cache.pool import Pool
 from kvant.cli.options import RunOptions
 from kvant.cli.session import open_session
 from kvant.engine.model_drafts import ModelDrafts, PooledDrafts
-from kvant.tools.plan import DraftModel, Settings, plan, read_folder, split_pairs
+from kvant.plan import DraftModel, Settings, plan, read_folder, split_pairs
 
 TWICE = "Say it twice: a red ball, a red ball, a red ball, a red ball."
 STORY = [TWICE, "--temp", "0.5", "--seed", "3", "-m", "40"]

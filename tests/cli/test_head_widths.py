@@ -16,7 +16,7 @@ from support.server import served
 from kvant.cache import CacheOptions, QuantizedKVCache
 from kvant.engine.load import POCKET, find_model
 from kvant.models import load_decoder
-from kvant.tools.plan import plan, read_folder
+from kvant.plan import plan, read_folder
 
 GROUPS = {36: 4, 80: 16, 100: 4, 120: 8}  # the greatest common divisors with 32
 LIMITS = {8: 0.01, 4: 0.1}  # of logits, by bits

@@ -26,9 +26,9 @@ from kvant.engine.load import POCKET, find_model
 from kvant.errors import ContextError, KvantError, ModelError
 from kvant.machine import Device, Machine, machine_with
 from kvant.models import Decoder
+from kvant.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
 from kvant.sizes import format_bytes
 from kvant.tools.bench.shapes import SHAPES
-from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
 
 
 def machine(limit_bytes: int, device: Device = "cpu") -> Machine:

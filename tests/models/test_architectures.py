@@ -19,7 +19,7 @@ from kvant.cache import CacheOptions
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
-from kvant.tools.plan import Checkpoint, Settings, plan
+from kvant.plan import Checkpoint, Settings, plan
 
 IDS = [(7 + 31 * i) % 300 for i in range(40)]
 TIED_AND_NOT = [(kind, tied) for kind in CONFIGS for tied in (True, False)]

@@ -26,9 +26,9 @@ from kvant.models import mlp as mlp_module
 from kvant.models.matrix import DenseMatrix, Linear
 from kvant.models.mlp import Experts, takes_turns
 from kvant.models.quantization import Quantization
+from kvant.plan import Checkpoint, plan
 from kvant.tools.bench.adapters import MLXLM
 from kvant.tools.bench.engines import EngineSpec
-from kvant.tools.plan import Checkpoint, plan
 
 TOLERANCE = 1e-4  # of the largest number
 IDS = [(7 + 31 * i) % 300 for i in range(160)]

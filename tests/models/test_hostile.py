@@ -28,10 +28,10 @@ from kvant.bridge.folder import build
 from kvant.engine.load import load_model
 from kvant.errors import CheckpointError, KvantError, ModelError, PromptError
 from kvant.models import ModelConfig, load_decoder
+from kvant.plan import read_folder
 from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.bench.adapters import MLXLM, Kvant
 from kvant.tools.bench.engines import EngineSpec
-from kvant.tools.plan import read_folder
 
 CLASSES = ("tokenization_evil.Tokenizer", "Tokenizer", "Qwen2TokenizerFast")
 GOOD: list[tuple[str, dict[str, Any]]] = [
@@ -238,7 +238,7 @@ SIZES = (
     "head_dim",
 )
 ABSURD: dict[str, Any] = {**dict.fromkeys(SIZES, 2**24), "max_position_embeddings": 2**24}
-ABSURD["num_hidden_layers"] = count(256, 4096)  # tests/tools/plan plans 4096
+ABSURD["num_hidden_layers"] = count(256, 4096)  # tests/plan plans 4096
 ABSURD["quantization"] = {"bits": 3, "group_size": 32}  # planned part by part
 GENERATE = ["generate", "Hello!", "-q", "--model", "."]
 SAID: list[tuple[str, list[str], Callable[[Path], object], str]] = [

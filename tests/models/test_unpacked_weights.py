@@ -24,7 +24,7 @@ from kvant.engine.load import POCKET, load_model
 from kvant.errors import ModelError
 from kvant.models import Decoder, gemv
 from kvant.models.matrix import AdaptedMatrix, DenseMatrix, QuantizedMatrix
-from kvant.tools.plan import read_folder
+from kvant.plan import read_folder
 
 pytestmark = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="only a CPU unpacks weights")
 

@@ -13,9 +13,9 @@ from support.ranks import run_script
 from kvant.bridge.architectures import ALLOWED, NEEDS_METAL
 from kvant.bridge.folder import load_bridged
 from kvant.errors import CheckpointError, ModelError
+from kvant.plan import BridgedCheckpoint
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
-from kvant.tools.plan import BridgedCheckpoint
 
 # Full and sliding layers in turns, states of linear layers, experts; in the other group layers with two
 # caches or none.

@@ -23,9 +23,9 @@ from kvant.engine.load import Weights, load_model
 from kvant.engine.request import Request
 from kvant.engine.scheduler import Scheduler
 from kvant.models import Decoder, LanguageModel
+from kvant.plan import Checkpoint, Settings, plan, read_folder, split_pairs
+from kvant.plan.memory import page_rows
 from kvant.sample_utils import make_sampler
-from kvant.tools.plan import Checkpoint, Settings, plan, read_folder, split_pairs
-from kvant.tools.plan.memory import page_rows
 
 DECODED = 4  # tokens
 CORES = 2  # dequantized parts are made side by side, one on each core: their number is a part of the case

@@ -85,6 +85,8 @@ MARKS = {
         cli/test_simulated_mac.py
         cli/test_start.py
         names/test_keywords.py::test_no_other_library_comes_along
+        plan/test_memory_plan.py
+        plan/test_rank_plan.py
         ranks/test_bridged_stage.py
         ranks/test_guard.py
         ranks/test_lead.py
@@ -97,8 +99,6 @@ MARKS = {
         tools/bench/test_server_client.py::test_waiting_ends
         tools/doctor/test_doctor.py
         tools/gguf/test_package.py
-        tools/plan/test_memory_plan.py
-        tools/plan/test_rank_plan.py
         weights/test_pull.py
     """,
     "hostile": """

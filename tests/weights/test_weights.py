@@ -22,7 +22,7 @@ from kvant.errors import ModelError, WeightsError
 from kvant.models import Decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
-from kvant.tools.plan import Checkpoint
+from kvant.plan import Checkpoint
 from kvant.weights.lock import Lock, read_lock, write_lock
 from kvant.weights.reference import COMMIT
 from kvant.weights.reference import REPOSITORY as FORM

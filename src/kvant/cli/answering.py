@@ -22,8 +22,8 @@ from kvant.engine.stream import GenerationResponse, TextRequest, responses
 from kvant.errors import ContextError
 from kvant.machine import Machine
 from kvant.models.config import ModelConfig
+from kvant.plan import MemoryPlan
 from kvant.sizes import format_bytes
-from kvant.tools.plan import MemoryPlan
 
 
 def answer(

@@ -17,10 +17,10 @@ from kvant.engine.load import POCKET, find_model
 from kvant.fields import MAX_SIZE
 from kvant.models.config import ModelConfig
 from kvant.operators.quantization import QUANT_BITS
+from kvant.plan import read_folder
 from kvant.tools.bench.engines import OPENBLAS, EngineSpec, engine_specs, mlx_lm_groups
 from kvant.tools.bench.shapes import SHAPES, Shape, random_model, shape_bytes
 from kvant.tools.drawing import check_plot_path
-from kvant.tools.plan import read_folder
 
 if TYPE_CHECKING:
     from kvant.bridge.config import BridgedConfig

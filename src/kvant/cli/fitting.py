@@ -12,8 +12,7 @@ from kvant.errors import ContextError, ModelError
 from kvant.machine import Machine
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.operators.quantization import QUANT_BITS
-from kvant.sizes import format_bytes
-from kvant.tools.plan import (
+from kvant.plan import (
     AnyCheckpoint,
     Checkpoint,
     LongestContext,
@@ -25,10 +24,11 @@ from kvant.tools.plan import (
     longest_context,
     plan,
 )
+from kvant.sizes import format_bytes
 
 CHECKPOINTS, TURNS = 2, 6  # for each of several sequences; for a conversation
 TURNS_OF_TAILS = 2  # for a conversation that without them would read a tail's tokens again
-Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.tools.plan.plan`
+Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.plan.plan`
 
 
 def plan_that_fits(

@@ -17,8 +17,8 @@ from kvant.machine import Machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
+from kvant.plan import AnyCheckpoint, MemoryPlan, RankPlan, Settings, plan
 from kvant.sizes import format_bytes
-from kvant.tools.plan import AnyCheckpoint, MemoryPlan, RankPlan, Settings, plan
 
 
 @dataclass(frozen=True, slots=True)

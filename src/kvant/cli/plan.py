@@ -18,8 +18,7 @@ from kvant.cli.plan_table import plan_lines, plan_record, ranks_lines, ranks_rec
 from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError
 from kvant.machine import Device, Machine, default_device, machine_with, this_machine
-from kvant.tools.convert.weight_format import WeightFormat
-from kvant.tools.plan import (
+from kvant.plan import (
     AnyCheckpoint,
     DraftModel,
     LongestContext,
@@ -30,6 +29,7 @@ from kvant.tools.plan import (
     read_facts,
     read_folder,
 )
+from kvant.tools.convert.weight_format import WeightFormat
 
 MAX_RANKS = 256
 DOES_NOT_FIT = 1

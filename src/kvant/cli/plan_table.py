@@ -6,8 +6,7 @@ from typing import Any
 
 from kvant.cli.fitting import describe_layers, what_fits
 from kvant.machine import Machine
-from kvant.sizes import format_bytes
-from kvant.tools.plan import (
+from kvant.plan import (
     AnyCheckpoint,
     BridgedCheckpoint,
     Checkpoint,
@@ -16,7 +15,8 @@ from kvant.tools.plan import (
     Parallel,
     RankPlan,
 )
-from kvant.tools.plan.memory import as_record, settings_record
+from kvant.plan.memory import as_record, settings_record
+from kvant.sizes import format_bytes
 
 ACROSS = 5  # ranks that are side by side in a terminal of 80 columns; of more each has a line
 Longest = Mapping[int, LongestContext]  # by bits of the cache; 0 is the compute dtype's 16 or 32

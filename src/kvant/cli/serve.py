@@ -16,9 +16,9 @@ from kvant.cli.session import bound_memory, drafts_for_pool, follow, load_sessio
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.errors import KvantError
 from kvant.files import read_user_file
+from kvant.plan import MemoryPlan
+from kvant.plan.memory import as_record
 from kvant.sizes import format_bytes
-from kvant.tools.plan import MemoryPlan
-from kvant.tools.plan.memory import as_record
 
 MAX_KEY = 1000  # characters
 MAX_KEYS_BYTES = 1 << 20

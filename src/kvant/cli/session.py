@@ -33,12 +33,7 @@ from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
 from kvant.models.identity import identify
 from kvant.operators import dispatch
-from kvant.ranks.follow import follow as compute
-from kvant.sizes import format_bytes
-from kvant.text.process import TextProcess
-from kvant.text.prompt import check_variables
-from kvant.text.tokenizer import Tokenizer
-from kvant.tools.plan import (
+from kvant.plan import (
     AnyCheckpoint,
     Checkpoint,
     DraftModel,
@@ -47,6 +42,11 @@ from kvant.tools.plan import (
     read_folder,
     split_pairs,
 )
+from kvant.ranks.follow import follow as compute
+from kvant.sizes import format_bytes
+from kvant.text.process import TextProcess
+from kvant.text.prompt import check_variables
+from kvant.text.tokenizer import Tokenizer
 
 WIRING_MACOS = 15  # the first in which MLX's limit has an effect (its metal/resident.cpp)
 

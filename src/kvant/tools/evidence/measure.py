@@ -26,6 +26,7 @@ from kvant.errors import KvantError, one_line
 from kvant.machine import default_device, environment
 from kvant.models.tensors import tensor_files
 from kvant.operators.dispatch import gpu_backend
+from kvant.plan import Checkpoint, plan, read_folder
 from kvant.tools.bench.bandwidth import measure_bandwidth
 from kvant.tools.bench.engines import OPENBLAS, engine_specs
 from kvant.tools.bench.figures import gaps_ms, summarize
@@ -34,7 +35,6 @@ from kvant.tools.bench.recording import Header, Recording
 from kvant.tools.bench.runner import Plan, Progress, measure
 from kvant.tools.bench.shapes import SHAPES, random_model
 from kvant.tools.doctor.attention import kvant_step, mlx_step
-from kvant.tools.plan import Checkpoint, plan, read_folder
 from kvant.tools.report.formats import default_formats
 from kvant.tools.report.measure import figures_json
 from kvant.tools.report.measure import measure as measure_formats

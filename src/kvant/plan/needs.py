@@ -20,9 +20,9 @@ from kvant.operators.packing import PACKINGS
 from kvant.operators.paged_rows import tokens_at_once
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES, device_kind, makes_scores
 from kvant.operators.streams import FEW_ROWS, cpu_streams
-from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.memory import AnyCheckpoint, MemoryPlan, Settings, page_rows
-from kvant.tools.plan.stored import Checkpoint
+from kvant.plan.bridged import BridgedCheckpoint
+from kvant.plan.memory import AnyCheckpoint, MemoryPlan, Settings, page_rows
+from kvant.plan.stored import Checkpoint
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -66,7 +66,7 @@ Needs = Callable[[int], MemoryPlan]  # without weights, by tokens reserved, all 
 def needs(
     checkpoint: AnyCheckpoint, settings: Settings, *, on_cpu: bool, split_pairs: Sequence[int] | None = None
 ) -> Needs:
-    """What a run takes, by tokens reserved; arguments and errors as :func:`kvant.tools.plan.plan` has
+    """What a run takes, by tokens reserved; arguments and errors as :func:`kvant.plan.plan` has
     them.
     """
     if isinstance(checkpoint, BridgedCheckpoint):

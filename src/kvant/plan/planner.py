@@ -12,9 +12,9 @@ from kvant.engine.model_drafts import draft_format
 from kvant.fields import MAX_SIZE
 from kvant.machine import Device, Machine, default_device
 from kvant.models import Decoder, LanguageModel
-from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
-from kvant.tools.plan.needs import FLOAT32, LOGITS_COPIES, needs
+from kvant.plan.bridged import BridgedCheckpoint
+from kvant.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
+from kvant.plan.needs import FLOAT32, LOGITS_COPIES, needs
 
 # What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's
 # buffers for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
@@ -51,7 +51,7 @@ def plan(
     bridged model is an estimate on both.
 
     Args:
-        checkpoint: what is known of the model: :func:`kvant.tools.plan.read_folder` or :func:`read_facts`.
+        checkpoint: what is known of the model: :func:`kvant.plan.read_folder` or :func:`read_facts`.
         max_kv_size: tokens reserved in the cache; all of them are used.
         settings: of the run.
         device: "cpu" or "gpu"; default: what MLX computes on here.

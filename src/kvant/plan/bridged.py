@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvant.bridge.config import BridgedConfig, check, is_bridged
 from kvant.errors import ModelError, library_errors
 from kvant.files import read_json
-from kvant.tools.plan.stored import Checkpoint, Loading, Part
+from kvant.plan.stored import Checkpoint, Loading, Part
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -23,7 +23,7 @@ HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
 class BridgedCheckpoint:
-    """The facts of a bridged model that decide its memory: what :class:`kvant.tools.plan.Checkpoint` is
+    """The facts of a bridged model that decide its memory: what :class:`kvant.plan.Checkpoint` is
     for others.
     """
 

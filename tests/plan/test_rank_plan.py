@@ -33,11 +33,11 @@ from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import load_part
 from kvant.models.decoder import DecoderParts
 from kvant.models.share import shares
+from kvant.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
+from kvant.plan.ranks import deal
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
 from kvant.tools.bench.shapes import Shape, write_random
-from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
-from kvant.tools.plan.ranks import deal
 
 WIDEST = 2.5  # of the measured peak: a rank that waits holds less of what MLX has queued
 
@@ -254,7 +254,7 @@ from kvant.ranks.group import connect
 from kvant.ranks.stage import load_stage
 from kvant.ranks.tensor import load_tensor
 from kvant.machine import Machine
-from kvant.tools.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
+from kvant.plan import Checkpoint, RankPlanner, Settings, plan, split_pairs
 
 ranks = connect("ring")
 for folder, parallel, tokens, options in json.loads(sys.argv[1]):

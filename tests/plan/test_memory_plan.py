@@ -25,8 +25,7 @@ from kvant.errors import ContextError, ModelError
 from kvant.machine import machine_with, this_machine
 from kvant.models import Decoder, ModelConfig
 from kvant.operators.score_blocks import GPU_BLOCK_SCORES
-from kvant.tools.bench.shapes import Shape, write_random
-from kvant.tools.plan import (
+from kvant.plan import (
     Checkpoint,
     LongestContext,
     Settings,
@@ -36,8 +35,9 @@ from kvant.tools.plan import (
     read_folder,
     split_pairs,
 )
+from kvant.tools.bench.shapes import Shape, write_random
 
-RUN = Path(__file__).parents[2] / "support" / "memory_run.py"
+RUN = Path(__file__).parents[1] / "support" / "memory_run.py"
 WIDEST = 2.5  # of the measured peak; on a busy machine MLX's threads keep up with the queue, and hold less
 WIDEST_BRIDGED = 4.3  # chunks of tiny models are small beside the blocks of scores that may be held
 

@@ -7,8 +7,8 @@ from kvant.cache.kv_format import PMX
 from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.request import PREFILL_STEP_SIZE
-from kvant.tools.plan.bridged import BridgedCheckpoint
-from kvant.tools.plan.stored import Checkpoint
+from kvant.plan.bridged import BridgedCheckpoint
+from kvant.plan.stored import Checkpoint
 
 AnyCheckpoint = Checkpoint | BridgedCheckpoint
 
@@ -16,7 +16,7 @@ AnyCheckpoint = Checkpoint | BridgedCheckpoint
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     checkpoint: AnyCheckpoint
-    # as in :func:`kvant.tools.plan.plan`; None: they were not read
+    # as in :func:`kvant.plan.plan`; None: they were not read
     split_pairs: tuple[int, ...] | None = None
 
 
