@@ -2,7 +2,6 @@
 planned, reserved and printed before.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from kvant.errors import ContextError
 from kvant.machine import Machine
 from kvant.models.config import ModelConfig
 from kvant.plan import MemoryPlan
+from kvant.plan.fitting import sequences_that_fit
 from kvant.sizes import format_bytes
 
 
@@ -143,12 +143,8 @@ def _reserve(
         settings = replace(chosen, sequences=count, pool_tokens=pool_reservation(needs, count))
         return session.plan_with(settings, max(*needs, cached))
 
-    def missing(count: int) -> int:
-        made, machine = planned(count)
-        return made.total - machine.limit_bytes
-
-    if missing(rows) > 0:
-        fitting = bisect_right(range(1, rows), 0, key=missing)
+    fitting = sequences_that_fit(planned, rows)
+    if fitting < rows:
         way = (
             f"--sequences {fitting} would fit"
             if fitting

@@ -1,17 +1,15 @@
-"""Plans held against a machine, and what to say if one does not fit."""
+"""What a plan is made of by a command's flags, and what to say if it does not fit."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from kvant import blas
 from kvant.cache import CacheOptions
-from kvant.cli.options import AUTO, PARALLEL, BadValueError, KvSize, RunOptions, named
+from kvant.cli.options import AUTO, BadValueError, KvSize, RunOptions, named
 from kvant.cli.ranks import guard
-from kvant.errors import ContextError, ModelError
+from kvant.errors import ContextError
 from kvant.machine import Machine
 from kvant.models.caches import DEFAULT_RESERVATION
-from kvant.operators.quantization import QUANT_BITS
 from kvant.plan import (
     AnyCheckpoint,
     Checkpoint,
@@ -22,12 +20,18 @@ from kvant.plan import (
     RankPlanner,
     Settings,
     longest_context,
-    plan,
+)
+from kvant.plan.fitting import (
+    default_checkpoints,
+    longest_by_bits,
+    needs_checkpoints,
+    plan_ranks,
+    plan_run,
+    unpacked,
+    unpacked_if_roomy,
 )
 from kvant.sizes import format_bytes
 
-CHECKPOINTS, TURNS = 2, 6  # for each of several sequences; for a conversation
-TURNS_OF_TAILS = 2  # for a conversation that without them would read a tail's tokens again
 Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.plan.plan`
 
 
@@ -55,24 +59,17 @@ def plan_for(
     machine: Machine,
     split_pairs: Pairs = None,
 ) -> MemoryPlan:
-    """The plan of a run, whether it fits or not; for "auto", of the longest context that does, or of a
-    single token.
-    """
-    tokens, device = tokens_asked(checkpoint, max_kv_size), machine.device
+    """:func:`kvant.plan.fitting.plan_run` by the flags, which an error names."""
+    tokens = tokens_asked(checkpoint, max_kv_size)
     with named_format(settings):
-        if tokens is None:
-            tokens = max(1, longest_context(checkpoint, machine, settings, split_pairs).tokens)
-        return plan(checkpoint, max_kv_size=tokens, settings=settings, device=device, split_pairs=split_pairs)
+        return plan_run(checkpoint, settings, tokens, machine, split_pairs)
 
 
 def with_weights(
     wanted: str | None, checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine
 ) -> tuple[AnyCheckpoint, Settings]:
     """The model and the draft model of a plan, with their quantized matrices as floats if --weights asks for
-    that.
-
-    Without the flag a CPU with OpenBLAS unpacks both if a plan of as many tokens takes at most half of its
-    memory then.
+    that, or without the flag if there is room.
     """
     if wanted == "float32" and not isinstance(checkpoint, Checkpoint):
         raise BadValueError(
@@ -82,25 +79,13 @@ def with_weights(
         raise BadValueError("--weights is 'float32'; a GPU multiplies quantized weights as they are stored")
     if wanted == "packed" and isinstance(checkpoint, Checkpoint) and not checkpoint.is_packed:
         raise BadValueError("--weights is 'packed'; this model's weights are not quantized")
-    draft, unpacked = settings.draft_model, (_unpacked(checkpoint), settings)
-    if draft is not None:
-        unpacked = (
-            unpacked[0],
-            replace(settings, draft_model=replace(draft, checkpoint=_unpacked(draft.checkpoint))),
-        )
-    if wanted == "packed" or machine.device != "cpu" or unpacked == (checkpoint, settings):
+    if wanted == "float32":
+        return unpacked(checkpoint, settings)
+    if wanted == "packed":
         return checkpoint, settings
-    if wanted is None:
-        if blas.sgemv() is None:
-            return checkpoint, settings
-        tokens = plan_for(checkpoint, settings, max_kv_size, machine).max_kv_size
-        if plan_for(*unpacked, tokens, machine).total > machine.limit_bytes // 2:
-            return checkpoint, settings
-    return unpacked
-
-
-def _unpacked(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
-    return checkpoint.unpack() if isinstance(checkpoint, Checkpoint) and checkpoint.is_packed else checkpoint
+    tokens = tokens_asked(checkpoint, max_kv_size)
+    with named_format(settings):
+        return unpacked_if_roomy(checkpoint, settings, tokens, machine)
 
 
 def ranks_that_fit(
@@ -134,25 +119,10 @@ def ranks_for(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """The plan whether it fits or not, as :func:`plan_for`; by default a pipeline, unless only tensor
-    parallel fits.
-    """
+    """:func:`kvant.plan.fitting.plan_ranks` by the flags, which an error names."""
     tokens = tokens_asked(checkpoint, max_kv_size)
-    made: list[RankPlan] = []
-    refused: list[ModelError] = []
-    for kind in PARALLEL if parallel is None else (parallel,):
-        try:
-            with named_format(settings):
-                planner = RankPlanner(checkpoint, machines, kind, settings)
-                made.append(planner.plan(max(1, planner.longest().tokens) if tokens is None else tokens))
-        except ModelError as error:
-            refused.append(error)
-            continue
-        if made[-1].fits:
-            return made[-1]
-    if not made:
-        raise refused[0]
-    return made[0]
+    with named_format(settings):
+        return plan_ranks(checkpoint, settings, tokens, machines, parallel)
 
 
 def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
@@ -173,10 +143,9 @@ def with_checkpoints(
     """The format of a run's caches; without --checkpoints a pool has some, and a conversation (``talks``)."""
     is_divided = talks and guard() is not None
     if run.checkpoints is None:
-        turns = TURNS if checkpoint.moves_on else TURNS_OF_TAILS
-        wanted = 0 if is_divided else turns if talks else CHECKPOINTS * (sequences or 0)
-        return replace(run.cache, checkpoints=wanted if checkpoint.moves_on or run.cache.any_tail else 0)
-    if run.checkpoints and not (checkpoint.moves_on or run.cache.any_tail):
+        wanted = default_checkpoints(checkpoint, run.cache, None if talks else sequences or 0)
+        return replace(run.cache, checkpoints=0 if is_divided else wanted)
+    if run.checkpoints and not needs_checkpoints(checkpoint, run.cache):
         raise BadValueError(
             f"--checkpoints is {run.checkpoints}; this model has no windows and no states, and its cache no "
             f"exact tail: others go on from any place"
@@ -224,19 +193,6 @@ def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
 
 def describe_layers(layers: range) -> str:
     return f"{layers.start}" if len(layers) == 1 else f"{layers.start} to {layers.stop - 1}"
-
-
-def longest_by_bits(
-    settings: Settings, longest: Callable[[Settings], LongestContext]
-) -> dict[int, LongestContext]:
-    """The longest contexts by bits of the cache, 0 for the compute dtype's; without those the model cannot
-    have.
-    """
-    found = {}
-    for bits in QUANT_BITS:
-        with suppress(ValueError):
-            found[bits] = longest(replace(settings, cache=settings.cache.at(bits)))
-    return found
 
 
 def what_fits(made: MemoryPlan, longest: Mapping[int, LongestContext]) -> str:

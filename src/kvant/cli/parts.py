@@ -17,7 +17,7 @@ from kvant.machine import Machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
-from kvant.plan import AnyCheckpoint, MemoryPlan, RankPlan, Settings, plan
+from kvant.plan import AnyCheckpoint, MemoryPlan, RankPlan, Settings
 from kvant.sizes import format_bytes
 
 
@@ -36,20 +36,6 @@ class Arranged:
     def own(self) -> MemoryPlan:
         assert self.plan is not None
         return self.plan.plans[0]
-
-    def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
-        """Plan other settings with the model divided as it is: the fullest machine's memory, and that
-        machine.
-        """
-        assert self.plan is not None
-        machines = self.plan.machines
-        plans = [
-            plan(part, max_kv_size=tokens, settings=settings, device=machine.device)
-            for part, machine in zip(self.plan.parts, machines, strict=True)
-        ]
-        return max(
-            zip(plans, machines, strict=True), key=lambda one: one[0].total / max(1, one[1].limit_bytes)
-        )
 
     def describe(self, model: LanguageModel) -> str:
         """Say in a line how many ranks there are, and what rank 0 exchanged with them in the last step."""

@@ -10,7 +10,7 @@ import typer
 
 from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
-from kvant.cli.fitting import longest_by_bits, plan_for, ranks_for, with_checkpoints, with_weights
+from kvant.cli.fitting import plan_for, ranks_for, with_checkpoints, with_weights
 from kvant.cli.launch import read_hosts
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
@@ -29,6 +29,7 @@ from kvant.plan import (
     read_facts,
     read_folder,
 )
+from kvant.plan.fitting import longest_by_bits
 from kvant.tools.convert.weight_format import WeightFormat
 
 MAX_RANKS = 256

@@ -89,8 +89,8 @@ class Session:
         """The memory of other settings, whether it fits or not, and of which machine: of several the
         fullest.
         """
-        if self.arranged is not None:
-            return self.arranged.plan_with(settings, tokens)
+        if self.arranged is not None and self.arranged.plan is not None:
+            return self.arranged.plan.again(settings, tokens)
         pairs = split_pairs(self.model)
         return plan_for(self.checkpoint, settings, tokens, self.machine, pairs), self.machine
 

@@ -14,7 +14,7 @@ from kvant.models.share import shares
 from kvant.plan.bridged import BridgedCheckpoint
 from kvant.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, MemoryPlan, Settings
 from kvant.plan.needs import Needs, needs
-from kvant.plan.planner import LongestContext, longest, longest_context, planner, process_bytes
+from kvant.plan.planner import LongestContext, longest, longest_context, plan, planner, process_bytes
 from kvant.plan.stored import Checkpoint, Loading
 
 # "pipeline": each rank has layers of the model, one after the other. "tensor": heads and features of every
@@ -43,6 +43,16 @@ class RankPlan:
         """The rank that uses the largest part of its machine's limit."""
         limits = [max(1, machine.limit_bytes) for machine in self.machines]
         return max(range(len(limits)), key=lambda rank: self.plans[rank].total / limits[rank])
+
+    def again(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
+        """Plan other settings with the model divided as it is: the fullest machine's memory, and that
+        machine.
+        """
+        planned = [
+            (plan(part, max_kv_size=tokens, settings=settings, device=machine.device), machine)
+            for part, machine in zip(self.parts, self.machines, strict=True)
+        ]
+        return max(planned, key=lambda one: one[0].total / max(1, one[1].limit_bytes))
 
     def longest(self) -> list[LongestContext]:
         """Of each rank, the longest context that fits into its machine with what it has of the model."""
