@@ -595,6 +595,27 @@ def test_exact_rows_are_written_in_place(plain: Decoder) -> None:
     assert max(abs(a - b) for a, b in zip(*peaks, strict=True)) < 1_000_000 < smallest / 1.5
 
 
+@pytest.mark.parametrize("new", [1, 9])
+def test_writes_that_no_query_reads_do_not_wait(windows: Decoder, new: int) -> None:
+    """A window of 40 tokens is inside the exact tail: its quantized rows were never read, and each write
+    waited with its tokens, for as long as the sequence grew.
+    """
+    pool = _pool(windows)
+    sequence = pool.sequence(900)
+    prefill(windows, pool, sequence, TEXT[:300], 100)
+
+    def decode_some() -> None:
+        for first in range(0, 20 * new, new):
+            mx.eval(_next(windows, sequence, TEXT[first : first + new]))
+
+    decode_some()
+    mx.synchronize()
+    before = mx.get_active_memory()
+    decode_some()
+    mx.synchronize()
+    assert mx.get_active_memory() - before < 10_000
+
+
 def test_pages_of_exact_rows_are_given_back(plain: Decoder) -> None:
     pool = _pool(plain)
     for _ in range(3):

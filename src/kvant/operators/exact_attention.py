@@ -51,7 +51,9 @@ def attend_few_exactly(
         cut_runs(own, first[b] - rows.first[b], last[b] - rows.first[b]) for b, own in enumerate(rows.runs)
     ]
     keys, values = None, None
-    if any(runs):
+    if not any(runs):
+        query = _after_writes(query, arrays)
+    else:
         keys, values = read_rows(
             arrays,
             [run for own in runs for run in own],
@@ -247,6 +249,7 @@ def attend_each_exactly(
             values = mx.concatenate([values, more_values], axis=2)
         else:
             last = first
+            query = _after_writes(query, arrays)
         options: dict[str, Any] = {"bias_split": bias_split, "sinks": sinks}
         if not is_mixed and keys.shape[2] == end and mask is None and rows.window is None:  # all, in order
             outputs.append(attend_tokens(query[b : b + 1], keys, values, **options))
@@ -268,6 +271,16 @@ def attend_each_exactly(
             blocks.append(attend_tokens(own_query, keys, values, is_causal=False, mask=own_mask, **options))
         outputs.append(blocks[0] if len(blocks) == 1 else mx.concatenate(blocks, axis=2))
     return outputs
+
+
+def _after_writes(query: mx.array, arrays: Sequence[mx.array]) -> mx.array:
+    """Return queries that wait for what was written to the quantized rows, which they do not read.
+
+    Else nothing would compute the writes through a window that the tail is wider than: they would wait with
+    their tokens, step after step.
+    """
+    (query,) = mx.depends([query], list(arrays))
+    return query
 
 
 def _columns_seen(
