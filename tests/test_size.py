@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[1]
 BUDGET = {
     "cli": 6950,
     "server": 5210,
-    "plan": 1510,
+    "plan": 1600,
     "tools": 6500,
     "engine": 5000,
     "ranks": 1310,

@@ -21,9 +21,9 @@ from kvant.cache import CacheOptions, ModelCache, exact_tail
 from kvant.cache.disk import DiskCache
 from kvant.cache.identity import Identity
 from kvant.cache.layer_format import stored_bytes
-from kvant.cache.pool import Pool, PoolSequence
+from kvant.cache.pool import Pool, PoolSequence, pool_bytes
 from kvant.models import Decoder
-from kvant.models.caches import pool_size
+from kvant.models.caches import count_formats, longest_sequence
 from kvant.operators.exact_rows import ExactSpan
 
 LONG = 400  # tokens: more than a tail has
@@ -559,7 +559,9 @@ def test_its_bytes_are_those_that_were_planned(windows: Decoder, bits: tuple[int
     stored = CacheOptions.from_keywords(kv_bits=kv_bits, kv_tail=kv_tail, checkpoints=2)
     pool = windows.make_pool(**sizes, options=stored)
     pairs = [len(layer.self_attn.qkv_bias.pairs) for layer in windows.layers]
-    planned = pool_size(windows.config, stored, dtype=windows.dtype, split_pairs=pairs, **sizes)
+    most = longest_sequence(windows.config, sizes["tokens"], None)
+    formats = count_formats(windows.config, stored, dtype=windows.dtype, max_seq_len=most, split_pairs=pairs)
+    planned = pool_bytes(formats, **sizes, max_seq_len=most, checkpoints=stored.checkpoints)
     assert pool.nbytes == planned
     tails = sum(array.nbytes for layer in pool.layers for array in layer.exact_arrays)
     page = sum(stored_bytes(own) for layer in pool.layers for own in layer.format.tail_pages(1))

@@ -12,9 +12,10 @@ from support.numbers import peak_bytes
 from support.pools import TEXT, close, decode, next_logits, prefill, tiny_model
 
 from kvant.cache import CacheOptions
+from kvant.cache.pool import pool_bytes
 from kvant.errors import ContextError
 from kvant.models import Decoder
-from kvant.models.caches import pool_size
+from kvant.models.caches import count_formats, longest_sequence
 from kvant.operators import cpu_decode, cpu_paged_attention, paged_attention, stored_tokens
 from kvant.operators.bias_split import BiasSplit, rotation_table
 from kvant.operators.cpu_paged_attention import LONG_TOKENS
@@ -271,7 +272,11 @@ def test_its_bytes_are_those_that_were_planned_and_allocated(
             pool = model.make_pool(**sizes, options=stored)
             allocated = mx.get_active_memory() - before
             pairs = [len(layer.self_attn.qkv_bias.pairs) for layer in model.layers] if split else None
-            planned = pool_size(model.config, stored, dtype=model.dtype, split_pairs=pairs, **sizes)
+            most = longest_sequence(model.config, sizes["tokens"], None)
+            formats = count_formats(
+                model.config, stored, dtype=model.dtype, max_seq_len=most, split_pairs=pairs
+            )
+            planned = pool_bytes(formats, **sizes, max_seq_len=most)
             assert pool.nbytes == planned
             assert planned <= allocated <= planned + 400_000
             assert format_bytes(planned) in pool.describe()

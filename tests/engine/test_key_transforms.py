@@ -17,10 +17,10 @@ from kvant import load_prompt_cache, make_prompt_cache, stream_generate
 from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.kv_format import KVFormat, LayerChoice
 from kvant.cache.layer_format import describe_formats
-from kvant.cache.pool import single_sizes
+from kvant.cache.pool import pool_bytes, single_sizes
 from kvant.errors import ArgumentError, SnapshotError
 from kvant.models import Decoder, LanguageModel, load_decoder
-from kvant.models.caches import pool_size
+from kvant.models.caches import count_formats
 from kvant.operators.stored_tokens import float_tokens
 
 Pocket = tuple[Decoder, Any]
@@ -174,8 +174,9 @@ def test_files_of_other_value_bits(pocket: Pocket, tmp_path: Path) -> None:
         for values in (4, 8)
     )
     cache = model.make_cache(300, kv_format=apart)
-    options: dict[str, Any] = {"dtype": mx.float32, "split_pairs": [0] * 4} | single_sizes(300)
-    assert cache.nbytes == pool_size(model.config, CacheOptions.from_keywords(kv_format=apart), **options)
+    stored = CacheOptions.from_keywords(kv_format=apart)
+    formats = count_formats(model.config, stored, dtype=mx.float32, max_seq_len=300, split_pairs=[0] * 4)
+    assert cache.nbytes == pool_bytes(formats, **single_sizes(300))
     model(mx.array([TEXT[:40]]), cache=cache)
     cache.save(tmp_path / "cache")
     with pytest.raises(SnapshotError, match="value_bits is 4; expected 8"):

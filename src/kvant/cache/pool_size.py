@@ -1,6 +1,7 @@
 """How much memory a pool needs: pages, rows and bytes, before anything is allocated."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvant.cache.layer_format import LayerFormat, stored_bytes
@@ -10,7 +11,7 @@ from kvant.operators.exact_rows import SLACK
 
 
 def pool_bytes(
-    formats: Sequence[LayerFormat],
+    formats: Iterable[LayerFormat] | Mapping[LayerFormat, int],
     *,
     tokens: int,
     sequences: int,
@@ -19,9 +20,12 @@ def pool_bytes(
     checkpoints: int = 0,
     single: bool = False,
 ) -> int:
-    """Return :attr:`Pool.nbytes` of a pool with these arguments, without making one."""
+    """Return :attr:`Pool.nbytes` of a pool with these arguments, without states and without making one.
+
+    ``formats``: of each layer, or how many layers have each.
+    """
     total = 0
-    for own in formats:
+    for own, count in Counter(formats).items():
         _, rows = pages_and_rows(own.window, tokens, sequences, prefill_step_size, checkpoints, single=single)
         stored = [*own.arrays(rows).values(), *own.tables().values(), *own.transform_arrays]
         stored += own.tail_pages(sequences + checkpoints)
@@ -29,7 +33,7 @@ def pool_bytes(
             stored += list(own.arrays(min(own.window, max_seq_len)).values()) * checkpoints
         if own.split_pairs is not None:
             stored.append(("F32", (2, len(own.split_pairs), max_seq_len)))  # cosines and sines
-        total += sum(map(stored_bytes, stored))
+        total += count * sum(map(stored_bytes, stored))
     return total
 
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any
 
 import mlx.core as mx
 
@@ -12,7 +11,6 @@ from kvant.cache.identity import Identity
 from kvant.cache.kv_format import LayerChoice
 from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, narrow_window
 from kvant.cache.options import CacheOptions
-from kvant.cache.pool import pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.prompt_file import PromptCacheFile, ReserveCache
 from kvant.errors import ContextError
@@ -126,28 +124,19 @@ def pool_format(
     )
 
 
-def pool_size(
+def count_formats(
     config: ModelConfig,
     options: CacheOptions,
+    max_seq_len: int,
     *,
-    tokens: int,
-    sequences: int,
     dtype: mx.Dtype,
-    max_seq_len: int | None = None,
-    prefill_step_size: int = 512,
-    single: bool = False,
     split_pairs: Sequence[int] | None = None,
-) -> int:
-    """Bytes of the pool that :meth:`kvant.models.Decoder.make_pool` makes with these arguments.
+) -> Counter[LayerFormat]:
+    """How many layers of the pool that :meth:`kvant.models.Decoder.make_pool` makes store tokens in each way.
 
     ``split_pairs``: how many rotary pairs each layer's bias split has; None: there is none.
     """
-    max_seq_len = longest_sequence(config, tokens, max_seq_len)
     options = options.fitted(config.head_dim)
-    sizes: dict[str, Any] = {"tokens": tokens, "sequences": sequences, "max_seq_len": max_seq_len}
-    sizes |= {"prefill_step_size": prefill_step_size, "checkpoints": options.checkpoints, "single": single}
-    total = 0
-    kinds = zip(config.windows, split_pairs or repeat(None), strict=False)
     tuned, count = options.kv_format, config.num_hidden_layers
     layers: Sequence[int] = [0] * count
     if tuned is not None and len(tuned.layers) > count:  # a stage of a pipeline: each as the widest of all
@@ -156,13 +145,21 @@ def pool_size(
     elif tuned is not None:
         tuned.check_layers(count)
         layers = range(count)
-    numbered = [(layer, *kind) for layer, kind in zip(layers, kinds, strict=True)]
+    found: Counter[LayerFormat] = Counter()
     # Layers of a kind together: a folder may name tens of thousands of them.
-    for (layer, window, pairs), count in Counter(numbered).items():
-        split = None if pairs is None else range(pairs)
-        form: dict[str, Any] = {"dtype": dtype, "max_seq_len": max_seq_len, "window": window, "pairs": split}
-        total += count * pool_bytes([pool_format(config, options, **form, layer=layer)], **sizes)
-    return total
+    kinds = Counter(zip(layers, config.windows, split_pairs or repeat(None, count), strict=True))
+    for (layer, window, pairs), alike in kinds.items():
+        own = pool_format(
+            config,
+            options,
+            dtype=dtype,
+            max_seq_len=max_seq_len,
+            window=window,
+            pairs=None if pairs is None else range(pairs),
+            layer=layer,
+        )
+        found[own] += alike
+    return found
 
 
 def longest_sequence(config: LanguageModelConfig, tokens: int, max_seq_len: int | None) -> int:

@@ -2,6 +2,7 @@
 everything.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache, reduce
@@ -9,8 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvant.bridge.config import BridgedConfig, check, is_bridged
+from kvant.cache.layer_format import DTYPES, MAX_NUMBER, State
+from kvant.cache.options import CacheOptions
 from kvant.errors import ModelError, library_errors
 from kvant.files import read_json
+from kvant.plan.decoder import FLOAT32, LOGITS_COPIES
+from kvant.plan.facts import Facts, Layer
 from kvant.plan.stored import Checkpoint, Loading, Part
 
 if TYPE_CHECKING:
@@ -19,6 +24,11 @@ if TYPE_CHECKING:
 
     from kvant.bridge.probe import Entry
 
+# Copies of each projection's output: as it came, as it goes on, and sums of it. (MLX 0.32.4, 2026-11-29: at 2
+# the least plan was 0.90 of its peak.)
+OUTPUT_COPIES = 3
+# It makes those of all tokens of a chunk: 13 with all else that it makes. (MLX 0.32.4, 2026-11-29.)
+STATES_OF_A_TOKEN = {"jamba": 10}
 HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
@@ -188,6 +198,55 @@ class BridgedCheckpoint:
                 if type(holder.get(key)) is int:
                     return int(holder[key])
         return 32
+
+
+def bridged_facts(
+    checkpoint: BridgedCheckpoint, cache: CacheOptions, *, on_cpu: bool, in_pool: bool
+) -> Facts:
+    """Return the facts; a ModelError for a pool of a model that none is for."""
+    from kvant.bridge.pool import check_entries, formats_of
+    from kvant.bridge.probe import Attention, leaves_of
+
+    config, part = checkpoint.config, checkpoint.part
+    entries, module = checkpoint.resident_entries(on_cpu), checkpoint.module(on_cpu)
+    if in_pool and part is not None:
+        raise ModelError(f"{config.model_type} on several machines takes one sequence at a time")
+    if in_pool:
+        check_entries(entries, module, config.model_type)
+    formats = iter(formats_of(entries, MAX_NUMBER, cache))
+
+    def layer(leaf: "Attention") -> Layer:
+        own = next(formats)
+        return Layer(
+            own,
+            leaf.query_heads or checkpoint.heads(),
+            DTYPES[leaf.dtype],
+            by_rows=bool(own.tail_dtype),
+            takes_mask=leaf.takes_array,
+            makes_scores=not leaf.query_heads,
+        )
+
+    layers = [layer(leaf) if isinstance(leaf, Attention) else None for leaf in leaves_of(entries)]
+    return Facts(
+        layers,
+        lambda max_seq_len: Counter(formats_of(entries, max_seq_len, cache)),
+        token_bytes=FLOAT32 * OUTPUT_COPIES * _widest_layer(module, config.experts_used),
+        sampled_bytes=LOGITS_COPIES * FLOAT32 * config.vocab_size * (part is None or part.rank == 0),
+        states=leaves_of(entries, State),
+        states_of_a_token=STATES_OF_A_TOKEN.get(config.model_type, 0),
+    )
+
+
+def _widest_layer(module: "Module", experts_used: int | None) -> int:
+    """The numbers a token's products have in the layer that has most, of its experts those that are used."""
+    from kvant.bridge.model import by_layer
+
+    def outputs(arrays: "Mapping[str, mx.array]") -> int:
+        matrices = [a.shape for name, a in arrays.items() if name.endswith("weight") and a.ndim > 1]
+        return sum(shape[-2] * ((experts_used or shape[0]) if len(shape) == 3 else 1) for shape in matrices)
+
+    # An embedding is in no layer, nor is a head: its products are counted as logits.
+    return max((outputs(arrays) for layer, arrays in by_layer(module).items() if layer), default=0)
 
 
 def read_folder(folder: Path) -> Checkpoint | BridgedCheckpoint:

@@ -13,8 +13,9 @@ from kvant.fields import MAX_SIZE
 from kvant.machine import Device, Machine, default_device
 from kvant.models import Decoder, LanguageModel
 from kvant.plan.bridged import BridgedCheckpoint
+from kvant.plan.decoder import FLOAT32, LOGITS_COPIES
 from kvant.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
-from kvant.plan.needs import FLOAT32, LOGITS_COPIES, needs
+from kvant.plan.needs import needs
 
 # What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's
 # buffers for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
