@@ -29,6 +29,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -265,6 +266,8 @@ def serving(*arguments: str) -> "Iterator[tuple[subprocess.Popen[str], str]]":
             assert process.stderr is not None
             for line in process.stderr:
                 if found := re.search(r"http://\S+", line):
+                    # A pipe that nobody reads would fill with a line for each request, and stop the server.
+                    threading.Thread(target=process.stderr.read, daemon=True).start()
                     yield process, found[0]
                     return
             sys.exit("kvant serve did not start")

@@ -175,7 +175,7 @@ def test_names_of_a_model(
             for name in (given, "gpt-4o", "claude-sonnet-4-5"):
                 assert service.check_model(name) == "my-model"
             for name in ("gpt-4", "my-claude-3"):
-                with pytest.raises(ApiError, match=r"expected 'my-model' or .*'claude-"):
+                with pytest.raises(ApiError, match=r"expected 'my-model' or .*'claude-.*--alias"):
                     service.check_model(name)
             request = HttpRequest(
                 {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(service=service))}
@@ -183,6 +183,7 @@ def test_names_of_a_model(
             listed = json.loads(bytes(asyncio.run(routes.models(request)).body))
             assert [each["id"] for each in listed["data"]] == ["my-model", "gpt-4o"]
             assert (listed["first_id"], listed["last_id"]) == ("my-model", "gpt-4o")
+            assert listed["alias_patterns"] == ["claude-*"]
         finally:
             service.close()
 

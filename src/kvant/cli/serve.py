@@ -2,6 +2,7 @@
 speak.
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -112,14 +113,6 @@ def serve(
     say = partial(terminal.say, quiet=run.quiet)
     with bind(settings) as bound:
         wanted = options.kv_size(run.max_kv_size or options.AUTO)
-        told: set[int] = set()
-
-        def tell(planned: MemoryPlan) -> None:
-            """What is known without the weights, and if these say more, what is known with them."""
-            if planned.total not in told:
-                say(f"memory: {describe_plan(planned, other_bytes)}")
-            told.add(planned.total)
-
         session = load_session(
             run,
             context.obj,
@@ -127,10 +120,9 @@ def serve(
             sequences=sequences,
             requests=other_bytes,
             hashes=disk is not None,
-            tell=tell,
         )
         planned = session.plan(wanted)
-        tell(planned)
+        say(f"memory: {describe_plan(planned, other_bytes)}")
         settings = replace(
             settings,
             cache=session.settings.cache,
@@ -149,8 +141,18 @@ def serve(
         session.say_cache(pool.describe(), run.quiet)
         if disk is not None:
             say(f"disk cache: {disk.describe()}")
+        if not run.quiet:
+            show_requests()
         code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
     raise typer.Exit(code)
+
+
+def show_requests() -> None:
+    """Print a line for each request to standard error."""
+    requests = logging.getLogger("kvant.server.requests")
+    requests.addHandler(logging.StreamHandler())
+    requests.setLevel(logging.INFO)
+    requests.propagate = False
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:

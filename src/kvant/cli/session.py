@@ -3,7 +3,7 @@
 import gc
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -189,9 +189,8 @@ def load_session(
     requests: int = 0,
     talks: bool = False,
     hashes: bool = False,
-    tell: Callable[[MemoryPlan], None] = lambda planned: None,
 ) -> Session:
-    """Plan the memory, ``tell`` it and load a model; nothing is reserved yet.
+    """Plan the memory and load a model; nothing is reserved yet.
 
     Args:
         process: for the tokenizer, if one was started already.
@@ -215,7 +214,6 @@ def load_session(
     else:
         arranged = arrange(run.shared, folder, checkpoint, settings, max_kv_size, machine)
         planned = arranged.own
-    tell(planned)
     if isinstance(checkpoint, Checkpoint) and checkpoint.unpacked:
         unpacked = f"weights: {format_bytes(planned.weights)}, unpacked to float32 for speed"
         say(f"{unpacked}; --weights packed holds {format_bytes(checkpoint.stored_bytes)}", run.quiet)

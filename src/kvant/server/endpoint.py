@@ -22,6 +22,7 @@ from kvant.server.compiling import unheld_formats
 from kvant.server.errors import ApiError, described, log_cause, logger
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
 from kvant.server.left_out import LeftOut
+from kvant.server.request_log import Usage
 from kvant.server.security import FORGET, count_marks
 from kvant.server.service import Service
 
@@ -92,10 +93,12 @@ class Dialect:
         """Answer a request."""
         service: Service = request.app.state.service
         left_out: LeftOut = request.state.left_out
+        usage: Usage = request.state.usage
 
         def read(sent: bytes) -> tuple[bool, Sequence[Generation], Encoder]:
             body = decode(sent, self.body, left_out, service.max_seq_len)
             name = service.check_model(body.model)
+            usage.model = body.model
             salt, client = _whose(request)
             asked = [
                 replace(each, salt=salt, client=client) for each in self.generations(body, service, left_out)
@@ -110,6 +113,7 @@ class Dialect:
             generations[0].answers,
             service.settings.sequences // generations[0].answers,
         )
+        events = usage.count(events, generations[0].answers)
         first = await unless_gone(request.receive, anext(events))
         getattr(request.state, FORGET)()  # an answer can take minutes
         if streams:

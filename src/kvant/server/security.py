@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.left_out import LeftOut
+from kvant.server.request_log import Usage, log_request
 from kvant.server.service import Service
 from kvant.server.settings import LOOPBACK_NAMES, address_of
 
@@ -66,6 +67,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
         left_out = scope["state"]["left_out"] = LeftOut(strict=self._service.settings.strict)
+        usage = scope["state"]["usage"] = Usage()
+        began = time.monotonic()
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -95,6 +98,7 @@ class Guard:
         finally:
             route = scope.get("route")
             self._service.metrics.answered(getattr(route, "path", "other"), status, left_out)
+            log_request(scope, status, time.monotonic() - began, usage)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -131,8 +131,10 @@ class Service:
         """The name that answers carry."""
         if name in self.names or any(fnmatchcase(name, alias) for alias in self.settings.aliases):
             return self.names[0]
-        said = f"the model {name[:200]!r} is not served; expected {' or '.join(map(repr, self.names))}"
-        raise ApiError(said, status=404, param="model", code="model_not_found")
+        expected = " or ".join(map(repr, self.names))
+        said = f"the model {name[:200]!r} is not served; expected {expected}"
+        advice = "start kvant serve with --alias NAME to accept another name"
+        raise ApiError(f"{said}; {advice}", status=404, param="model", code="model_not_found")
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it."""

@@ -31,12 +31,17 @@ async def metrics(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """The served model by its name and its aliases, with the fields that OpenAI's and Anthropic's clients
     read.
+
+    An alias that is a pattern is no name that a client could choose, so patterns have a list of their own.
     """
     service: Service = request.app.state.service
-    aliases = [name for name in service.settings.aliases if not {"*", "?", "["} & {*name}]
-    found = [_model(service, name) for name in dict.fromkeys([service.names[0], *aliases])]
+    aliases = service.settings.aliases
+    patterns = [alias for alias in aliases if {"*", "?", "["} & {*alias}]
+    names = dict.fromkeys([service.names[0], *(alias for alias in aliases if alias not in patterns)])
+    found = [_model(service, name) for name in names]
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
-    return JSONResponse({"object": "list", "data": found, "has_more": False, **ends})
+    listed = {"object": "list", "data": found, "has_more": False, **ends, "alias_patterns": patterns}
+    return JSONResponse(listed)
 
 
 async def model(request: Request) -> Response:
