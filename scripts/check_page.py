@@ -295,7 +295,11 @@ def test_that_it_streams(visit: Any) -> None:
     tab.click("#new")
     for question, found in (("There was a fox named Pip. " * 25, False), ("Who helped Pip?", True)):
         tab.ask(question)
-        assert ("prompt tokens were there" in tab.ended()) == found, tab.ended()
+        assert ("prompt tokens cached" in tab.ended()) == found, tab.ended()
+    # No answer runs: what the memory holds is said to be cached, and not to be nothing.
+    tab.wait("$('#held').textContent === 'No answer is running'")
+    assert re.match(r"[1-9][0-9.]* [kM]B cached for reuse", tab.run("$('#cached').textContent"))
+    assert re.fullmatch(r"[1-9][0-9.]* [kM]B", tab.run("$('#reserved').textContent"))
 
 
 def test_many_answers(visit: Any, server: httpx2.Client) -> None:

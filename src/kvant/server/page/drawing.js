@@ -23,11 +23,11 @@ function prepare(canvas, height) {
   return { context, width, height };
 }
 
-// What each page of a part is: null (free), or {kind: "filled" | "kept" | "shared", number, fill: 0 to 1}.
+// What each page of a part is: null (free), or {kind: "filled" | "cached" | "shared", number, fill: 0 to 1}.
 export function pagesOf(facts, part, state, place) {
   const pages = new Array(part.pages).fill(null);
   const own = state.parts[place];
-  for (const [first, count] of own.kept) pages.fill({ kind: "kept", fill: 1 }, first, first + count);
+  for (const [first, count] of own.kept) pages.fill({ kind: "cached", fill: 1 }, first, first + count);
   const tokens = new Map(state.sequences.map((sequence) => [sequence.number, sequence.tokens]));
   for (const { number, start, pages: stretches } of own.sequences) {
     let position = start;
@@ -59,7 +59,7 @@ export function drawGrid(canvas, pages) {
   const { context } = ready;
   const columns = Math.max(1, Math.floor((width + 1) / size));
   const inner = size > 5 ? size - 2 : size - 1;
-  const look = { free: colour("free"), kept: colour("kept"), shared: colour("shared") };
+  const look = { free: colour("free"), cached: colour("cached"), shared: colour("shared") };
   for (let square = 0; square < squares; square++) {
     const [x, y] = [(square % columns) * size, Math.floor(square / columns) * size];
     const held = pages.slice(square * each, (square + 1) * each).filter(Boolean);

@@ -23,6 +23,7 @@ function show(conversation) {
   showMessages();
   showList();
   history.replaceState(null, "", shown.revision ? `#${shown.id}` : location.pathname);
+  markNumbers();
 }
 
 function showMessages() {
@@ -207,7 +208,7 @@ function describe({ begun, first }, usage, reason) {
     if (first !== null && tokens > 1 && ended - first > SHORTEST_MS) parts.push(`${rate.toFixed(1)} a second`);
     if (first !== null) parts.push(`first after ${Math.round(first - begun)} ms`);
     const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    parts.push(cached ? `${cached} of ${prompt} prompt tokens were there` : `${prompt} prompt tokens`);
+    parts.push(cached ? `${cached} of ${prompt} prompt tokens cached` : `${prompt} prompt tokens`);
   }
   if (reason === "length") parts.push("ended by the limit of tokens");
   return parts.join(" · ");
@@ -321,14 +322,20 @@ function changeOptions() {
   shown.system = at("system").value;
   shown.sampling = {};
   for (const name of NUMBERS) {
-    const field = at(name);
-    if (field.value !== "" && field.checkValidity()) shown.sampling[name] = field.valueAsNumber;
+    const { value, valueAsNumber, validity } = at(name);
+    if (value !== "" && validity.valid) shown.sampling[name] = valueAsNumber;
   }
   showChanged();
   if (shown.messages.length) save(shown);
 }
-for (const name of ["system", ...NUMBERS]) {
-  at(name).addEventListener("change", (event) => event.target.reportValidity() && changeOptions());
+for (const name of ["system", ...NUMBERS]) at(name).addEventListener("change", changeOptions);
+
+// Marks the fields whose values are impossible and says why, and leaves the keyboard where it is.
+function markNumbers() {
+  const wrong = NUMBERS.map(at).filter((field) => !field.validity.valid);
+  for (const name of NUMBERS) at(name).setAttribute("aria-invalid", String(wrong.includes(at(name))));
+  const label = (field) => field.labels[0].firstChild.data.trim();
+  at("wrong").textContent = wrong.map((field) => `${label(field)} is not used: ${field.validationMessage}`).join(" ");
 }
 
 addEventListener("pagehide", () => {
@@ -344,6 +351,7 @@ for (const query of Object.values(wide)) query.addEventListener("change", unfold
 unfold();
 fitText();
 store.open();
+  markNumbers();
 show(store.read(location.hash.slice(1)) ?? store.newConversation());
 focusText();
 listen();

@@ -41,7 +41,7 @@ export class Panel {
     at("grids").replaceChildren();
     at("sequences").replaceChildren();
     for (const id of ["held", "reserved", "rate", "running", "waiting", "median", "p95"]) at(id).textContent = "–";
-    for (const id of ["format", "brief", "kept"]) at(id).textContent = "";
+    for (const id of ["format", "brief", "cached"]) at(id).textContent = "";
     at("plot").width = at("plot").width; // wipes it
     at("plot").setAttribute("aria-label", "No token yet");
   }
@@ -90,25 +90,26 @@ export class Panel {
 
   showPages() {
     let held = 0;
-    let kept = 0;
+    let cached = 0;
     this.facts.parts.forEach((part, place) => {
       const pages = pagesOf(this.facts, part, this.state, place);
       const count = (kind) => pages.reduce((sum, page) => sum + (page?.kind === kind ? 1 : 0), 0);
-      const own = { filled: count("filled"), shared: count("shared"), kept: count("kept") };
+      const own = { filled: count("filled"), shared: count("shared"), cached: count("cached") };
       held += (own.filled + own.shared) * part.page_bytes;
-      kept += own.kept * part.page_bytes;
+      cached += own.cached * part.page_bytes;
       const { canvas, note } = this.canvases[place];
       const each = drawGrid(canvas, pages);
       note.hidden = each === 1;
       note.textContent = `A square is ${each} pages.`;
-      const parts = `${own.filled} are one answer's, ${own.shared} are shared and ${own.kept} keep beginnings`;
+      const parts = `${own.filled} are one answer's, ${own.shared} are shared and ${own.cached} are cached for reuse`;
       const said = `Of ${part.pages} pages ${parts}`;
       canvas.setAttribute("aria-label", said);
       canvas.title = said;
     });
-    at("held").textContent = formatBytes(held);
-    at("kept").textContent = kept ? `${formatBytes(kept)} more keep beginnings until room is needed` : "";
-    at("brief").textContent = `${formatBytes(held)} of ${formatBytes(this.facts.reserved_bytes)}`;
+    const all = this.facts.reserved_bytes;
+    at("held").textContent = held ? `${formatBytes(held)} in use by running answers` : "No answer is running";
+    at("cached").textContent = cached ? `${formatBytes(cached)} cached for reuse, until room is needed` : "";
+    at("brief").textContent = held ? `${Math.ceil((100 * held) / all)} % of ${formatBytes(all)}` : formatBytes(all);
   }
 
   showSequences() {
