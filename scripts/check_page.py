@@ -39,6 +39,7 @@ window.retry = () => last().querySelectorAll('.actions > button')[1].click();
 window.edit = () => $('.message.user .actions').lastChild.click();
 window.choose = (words) => $$('#list .open').find((each) => each.textContent.includes(words)).click();
 """
+DRAWN = "((canvas) => canvas.getContext('2d').getImageData(0, 0, canvas.width, 60).data.join())($('#plot'))"
 # What must stay text, or become nothing that acts.
 ATTACKS = [
     "<script>window.hit = 1</script>",
@@ -381,6 +382,143 @@ def test_edit_and_retry(visit: Any) -> None:
     assert tab.run("count('#list li')") == 1
 
 
+def test_an_impossible_number(visit: Any) -> None:
+    """It is marked, it is not sent, and the keyboard goes where its user wants."""
+    tab = visit()
+    tab.click("#options > summary")
+    for name, value in (("temperature", "9"), ("seed", "7"), ("system", "Be brief.")):
+        tab.click(f"#{name}")
+        tab.type(value)
+    assert tab.run("active().id") == "system"
+    assert tab.run("$('#system').value") == "Be brief."
+    tab.click("#text")
+    assert tab.run("active().id") == "text"
+    assert tab.run("$$('[aria-invalid=true]').map((each) => each.id)") == ["temperature"]
+    red = "getComputedStyle($('#%s')).borderColor"
+    assert tab.run(red % "temperature") != tab.run(red % "seed")
+    assert tab.run("$('#wrong').textContent").startswith("Temperature is not used: ")
+    tab.ask(STORY)
+    sent = tab.sent()
+    assert "temperature" not in sent
+    assert sent["seed"] == 7
+    tab.click("#temperature")
+    tab.run("active().select()")
+    tab.type("0.5")
+    tab.click("#seed")
+    assert not tab.run("count('[aria-invalid=true]')")
+    assert tab.run("$('#wrong').textContent") == ""
+
+
+def test_examples(visit: Any) -> None:
+    tab = visit()
+    words = tab.run("$('#starters button').textContent")
+    tab.click("#starters button")
+    tab.ended()
+    assert tab.run("$('.own').textContent") == words
+    assert not tab.run("$('#welcome').checkVisibility()")
+    tab.click("#new")
+    assert tab.run("$('#starters').checkVisibility()")
+
+
+def test_rename(visit: Any) -> None:
+    tab = visit()
+    tab.ask(STORY)
+    for key, shown in (("Escape", STORY), ("Enter", "My fox")):
+        tab.click("#list .actions >> text=Rename")
+        assert tab.run("active().value") == STORY
+        tab.run("active().select()")
+        tab.type("My fox")
+        tab.press(key)
+        assert tab.run("$('#list .open').textContent") == shown
+        assert tab.run("active().textContent") == "Rename"
+    tab.reload()
+    tab.wait("$('#list .open')?.textContent === 'My fox'")
+    # A title of one's own stays when the first message is edited, and while an answer comes.
+    tab.run("edit(); active().select()")
+    tab.send("Who is Clara?", beyond=5)
+    tab.click("#list .actions >> text=Rename")
+    tab.type("!")
+    tab.ended()
+    assert tab.run("active().value") == "!"
+    tab.press("Enter")
+    assert tab.run("$('#list .open').textContent") == "!"
+    # Whoever goes to another conversation renames nothing.
+    tab.click("#list .actions >> text=Rename")
+    tab.type("Lost")
+    tab.click("#new")
+    assert tab.run("$('#list .open').textContent") == "!"
+
+
+def test_export(visit: Any) -> None:
+    tab = visit()
+    tab.click("#options > summary")
+    tab.run("$('#system').focus()")
+    tab.type("Be brief.")
+    answer = "# Code\n\n```js\nlet a = '<b>';\n```"
+    tab.canned(answer, thinking="Hm.")
+    files = {}
+    for words in ("Markdown", "JSON"):
+        with tab.page.expect_download() as download:
+            tab.click(f"#list .actions >> text={words}")
+        files[download.value.suggested_filename] = Path(download.value.path()).read_text()
+    assert list(files) == ["Go-on.md", "Go-on.json"]
+    expected = f"# Go on.\n\n## System prompt\n\nBe brief.\n\n## You\n\nGo on.\n\n## Answer\n\n{answer}\n"
+    assert files["Go-on.md"] == expected
+    record = json.loads(files["Go-on.json"])
+    assert set(record) == {"title", "updated", "system", "sampling", "messages"}
+    assert record["messages"][0] == {"role": "user", "content": "Go on."}
+    assert record["messages"][1]["content"] == answer
+    assert record["messages"][1]["thinking"] == "Hm."
+
+
+def test_versions_of_an_answer(visit: Any) -> None:
+    """Retry keeps the answer that was there, with what followed it."""
+    tab = visit()
+    first = tab.ask(STORY)
+    assert not tab.run("count('.versions')")
+    more = tab.ask("And then?")
+    again = "$('.message.answer').querySelectorAll('.actions > button')[1].click()"
+    tab.run(f"window.old = last(); {again}")
+    tab.wait("count('.message') === 2 && last() !== window.old && note()")
+    second = tab.run("text()")
+    assert tab.run("$('.versions span').textContent") == "2 of 2"
+    assert tab.sent()["messages"] == [{"role": "user", "content": STORY}]
+    tab.click(".versions button")
+    assert tab.run("$('.answer > .body').textContent") == first
+    assert (tab.run("count('.message')"), tab.run("text()")) == (4, more)
+    assert tab.run("active().getAttribute('aria-label')") == "Next version"
+    tab.reload()
+    tab.wait("count('.message') === 4 && $('.versions span')?.textContent === '1 of 2'")
+    tab.ask("Why?")
+    told = [message["content"].strip() for message in tab.sent()["messages"]]
+    assert told[1::2] == [first.strip(), more.strip()]
+    tab.run("$('.versions').lastChild.click()")
+    assert (tab.run("count('.message')"), tab.run("text()")) == (2, second)
+    # A version that is given up while its answer grows is one, too.
+    tab.run("window.old = last(); retry()")
+    tab.press("Escape")
+    tab.wait("last() !== window.old && note()")
+    assert tab.run("$('.versions span').textContent") == "3 of 3"
+    tab.click(".versions button")
+    assert tab.run("text()") == second
+
+
+def test_theme(visit: Any) -> None:
+    tab = visit(color_scheme="light")
+    lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0)"
+    for chosen, system, dark in (("dark", "light", True), ("light", "dark", False), ("system", "dark", True)):
+        tab.page.emulate_media(color_scheme=system)
+        tab.page.select_option("#theme", chosen)
+        assert (tab.run(lightness) < 150) == dark, chosen
+        tab.reload()
+        tab.wait(REACHED)
+        assert (tab.run(lightness) < 150) == dark, chosen
+        assert tab.run("$('#theme').value") == chosen
+        line = "47,58,67" if dark else "220,218,210"
+        assert tab.run(DRAWN).count(f"{line},255,") > 100, chosen
+    assert tab.run("localStorage.length") == 0
+
+
 def test_reload(visit: Any) -> None:
     tab = visit()
     whole = tab.ask(STORY)
@@ -586,6 +724,11 @@ def test_phone(visit: Any) -> None:
     assert tab.run("fits()")
     box = tab.run("$('#send').getBoundingClientRect().toJSON()")
     assert (box["bottom"] <= 640, box["right"] <= 360, box["height"] >= 40) == (True, True, True), box
+    # Closed, the two bars take one line, and nothing of them is cut.
+    tops = tab.run("$$('.side > summary').map((each) => each.getBoundingClientRect().top)")
+    assert tops[0] == tops[1]
+    assert tab.run("$$('.side > summary').every((each) => each.scrollWidth <= each.clientWidth)")
+    assert "B" in tab.run("$('#brief').textContent")
     tab.click("#live > summary")
     tab.wait("$('.pages').checkVisibility({contentVisibilityAuto: true, visibilityProperty: true})")
     assert tab.run("fits()")

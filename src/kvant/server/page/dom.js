@@ -11,6 +11,13 @@ export function element(name, properties = {}, ...children) {
   return node;
 }
 
+// A button with what it does, and further properties.
+export function button(label, action, properties = {}) {
+  const made = element("button", { type: "button", textContent: label, ...properties });
+  made.addEventListener("click", action);
+  return made;
+}
+
 // Puts a text on the clipboard and says so on the button.
 export async function copy(text, button) {
   const before = (button.dataset.before ??= button.textContent);

@@ -1,13 +1,8 @@
 // A message as it is shown: one's own, or an answer that may still be growing.
 
-import { copy, element } from "./dom.js";
+import { button, copy, element } from "./dom.js";
 import { Markdown } from "./markdown.js";
-
-function button(label, action, name = "") {
-  const made = element("button", { type: "button", textContent: label, className: name });
-  made.addEventListener("click", action);
-  return made;
-}
+import { count, number } from "./versions.js";
 
 // One's own message. onEdit(text) is called with what it was changed to.
 export function userView(message, onEdit) {
@@ -49,10 +44,19 @@ export function userView(message, onEdit) {
 // Whether a key in a text field means: send. Not while a text of several keys is being composed.
 export const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
 
+function versionSwitch(message, onStep) {
+  const [at, all] = [number(message), count(message)];
+  const back = button("‹", () => onStep(-1), { disabled: at === 1, "aria-label": "Previous version" });
+  const on = button("›", () => onStep(1), { disabled: at === all, "aria-label": "Next version" });
+  const place = element("span", { textContent: `${at} of ${all}` });
+  return element("div", { className: "versions", role: "group", "aria-label": "Versions" }, back, place, on);
+}
+
 // An answer. update() shows what its message has become.
 export class AnswerView {
-  // onRetry() is called to have it answered again; spoken: is told of each block that has ended.
-  constructor(message, { onRetry, spoken }) {
+  // onRetry() is called to have it answered again, onStep(by) to see the version before (-1) or after (1) this one, and
+  // spoken(text) with each block that has ended.
+  constructor(message, { onRetry, onStep, spoken }) {
     this.message = message;
     this.frame = 0;
     this.body = element("div", { className: "body" });
@@ -62,7 +66,9 @@ export class AnswerView {
     this.wait = element("p", { className: "wait", "aria-hidden": "true" }, element("i"), element("i"), element("i"));
     this.note = element("p", { className: "note" });
     const copying = button("Copy", () => copy(message.content, copying));
-    this.actions = element("div", { className: "actions" }, copying, button("Retry", onRetry), this.note);
+    const buttons = [copying, button("Retry", onRetry)];
+    if (count(message) > 1) buttons.push(versionSwitch(message, onStep));
+    this.actions = element("div", { className: "actions" }, ...buttons, this.note);
     this.text = new Markdown(this.body, spoken);
     this.thoughts = new Markdown(this.thought);
     const parts = [this.thinking, this.body, this.wait, this.actions];

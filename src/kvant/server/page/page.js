@@ -3,8 +3,11 @@
 import { answer, ServerError } from "./client.js";
 import { askForKey, learnModel, listen } from "./connection.js";
 import { element } from "./dom.js";
+import { download } from "./export.js";
+import { ConversationList } from "./list.js";
 import { AnswerView, sends, userView } from "./messages.js";
 import * as store from "./store.js";
+import * as versions from "./versions.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const SHORTEST_MS = 250; // of an answer whose tokens a second are told: pieces come together
@@ -12,6 +15,7 @@ const at = (id) => document.getElementById(id);
 
 let shown = store.newConversation();
 const jobs = new Map(); // answers under way: conversation -> {controller, view}
+const list = new ConversationList(at("list"), { select, remove, rename, download: (form) => download(shown, form) });
 
 // --- The conversation that is shown
 
@@ -19,11 +23,11 @@ function show(conversation) {
   shown = conversation;
   at("system").value = shown.system;
   for (const name of NUMBERS) at(name).value = shown.sampling[name] ?? "";
+  markNumbers();
   showChanged();
   showMessages();
   showList();
   history.replaceState(null, "", shown.revision ? `#${shown.id}` : location.pathname);
-  markNumbers();
 }
 
 function showMessages() {
@@ -33,7 +37,9 @@ function showMessages() {
   const views = shown.messages.map((message, place) => {
     if (message.role === "user") return userView(message, (text) => edit(place, text));
     const growing = Boolean(job) && place === shown.messages.length - 1;
-    const view = new AnswerView(message, { onRetry: () => retry(place), spoken: growing ? speak : undefined });
+    const onStep = (by) => showVersion(place, by);
+    const spoken = growing ? speak : undefined;
+    const view = new AnswerView(message, { onRetry: () => retry(place), onStep, spoken });
     view.show(!growing);
     if (growing) job.view = view;
     return view.root;
@@ -57,16 +63,7 @@ function showChanged() {
 }
 
 function showList() {
-  const entries = store.list().map(({ id, title }) => {
-    const open = element("button", { type: "button", className: "open", textContent: title || "Untitled" });
-    if (id === shown.id) open.setAttribute("aria-current", "true");
-    open.addEventListener("click", () => select(id));
-    const gone = element("button", { type: "button", className: "remove", textContent: "×", title: "Delete" });
-    gone.setAttribute("aria-label", `Delete ${title || "Untitled"}`);
-    gone.addEventListener("click", () => remove(id));
-    return element("li", {}, open, gone);
-  });
-  at("list").replaceChildren(...entries);
+  list.show(store.list(), shown.id);
 }
 
 function select(id) {
@@ -96,6 +93,11 @@ function remove(id) {
   focusText();
 }
 
+function rename(title) {
+  shown.title = title;
+  save(shown);
+}
+
 function save(conversation) {
   const id = conversation.id;
   const problem = store.write(conversation);
@@ -107,25 +109,37 @@ function save(conversation) {
 
 // --- Asking and answering
 
+const titleOf = (text) => text.split("\n", 1)[0].slice(0, 60);
+
 function send(text) {
-  if (!shown.title) shown.title = text.split("\n", 1)[0].slice(0, 60);
+  if (!shown.title) shown.title = titleOf(text);
   shown.messages.push({ role: "user", content: text });
   run(shown);
 }
 
 function edit(place, text) {
   stop();
-  shown.messages.splice(place);
-  if (place === 0) shown.title = "";
+  const [message] = shown.messages.splice(place);
+  if (place === 0 && shown.title === titleOf(message.content)) shown.title = ""; // else it was renamed
   send(text);
   focusText();
 }
 
 function retry(place) {
   stop();
-  shown.messages.splice(place);
-  run(shown);
+  run(shown, versions.setAside(shown.messages, place));
   focusText();
+}
+
+function showVersion(place, by) {
+  stop();
+  versions.step(shown.messages, place, by);
+  save(shown);
+  const { scrollTop } = at("scroll");
+  showMessages();
+  at("scroll").scrollTop = scrollTop;
+  const buttons = [...at("messages").children[place].querySelectorAll(".versions button:enabled")];
+  buttons.at(by > 0 ? -1 : 0).focus();
 }
 
 function stop() {
@@ -141,9 +155,9 @@ function requestBody({ system, sampling, messages }) {
   return { messages: sent, stream: true, stream_options: { include_usage: true }, ...sampling };
 }
 
-// Has the last message of a conversation answered.
-async function run(conversation) {
-  const message = { role: "assistant", content: "", thinking: "" };
+// Has the last message of a conversation answered. `others`: the versions that the answer had before.
+async function run(conversation, others = {}) {
+  const message = { role: "assistant", content: "", thinking: "", ...others };
   const body = requestBody(conversation);
   const job = { controller: new AbortController(), view: null };
   const { signal } = job.controller;
@@ -312,6 +326,12 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !at("key-dialog").open) jobs.get(shown)?.controller.abort();
 });
 at("new").addEventListener("click", startNew);
+for (const starter of at("starters").querySelectorAll("button")) {
+  starter.addEventListener("click", () => {
+    send(starter.textContent);
+    focusText();
+  });
+}
 at("newest").addEventListener("click", scrollToEnd);
 at("scroll").addEventListener("scroll", () => {
   follows = isAtEnd();
@@ -325,6 +345,7 @@ function changeOptions() {
     const { value, valueAsNumber, validity } = at(name);
     if (value !== "" && validity.valid) shown.sampling[name] = valueAsNumber;
   }
+  markNumbers();
   showChanged();
   if (shown.messages.length) save(shown);
 }
@@ -351,7 +372,6 @@ for (const query of Object.values(wide)) query.addEventListener("change", unfold
 unfold();
 fitText();
 store.open();
-  markNumbers();
 show(store.read(location.hash.slice(1)) ?? store.newConversation());
 focusText();
 listen();

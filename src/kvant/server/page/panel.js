@@ -2,6 +2,7 @@
 
 import { element } from "./dom.js";
 import { colourOf, drawGrid, drawTimes, pagesOf } from "./drawing.js";
+import { watchTheme } from "./theme.js";
 
 const SECONDS = 20; // of the plot
 const RATE_SECONDS = 2; // over which tokens a second are counted
@@ -26,8 +27,7 @@ const formatMs = (ms) => (ms === null ? "–" : `${ms < 10 ? ms.toFixed(1) : Mat
 export class Panel {
   constructor() {
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
-    this.dark = matchMedia("(prefers-color-scheme: dark)");
-    this.dark.addEventListener("change", () => this.draw());
+    watchTheme(() => this.draw());
     new ResizeObserver(() => this.draw()).observe(at("panel"));
     this.clear();
     this.timer = null;

@@ -1,5 +1,7 @@
 // Conversations, in this browser. Each has an entry of its own, so that two tabs do not write over each other.
 
+import { areVersions } from "./versions.js";
+
 const PREFIX = "kvant.conversation.";
 const MOST = 100; // conversations; the oldest goes
 const SAMPLING = ["temperature", "top_p", "max_tokens", "seed"];
@@ -35,8 +37,11 @@ function decode(id, text) {
     const isText = (value) => typeof value === "string";
     if (![found.title, found.system, found.revision].every(isText) || !Number.isFinite(found.updated)) return null;
     const roles = ["user", "assistant"];
-    const good = (message) => roles.includes(message.role) && isText(message.content) && isText(message.thinking ?? "");
-    if (!Array.isArray(found.messages) || !found.messages.every(good)) return null;
+    const isGood = (message) => {
+      const { role, content, thinking = "" } = message;
+      return roles.includes(role) && isText(content) && isText(thinking) && areVersions(message, isGood);
+    };
+    if (!Array.isArray(found.messages) || !found.messages.every(isGood)) return null;
     const { revision, title, updated, system, messages } = found;
     const given = SAMPLING.filter((name) => Number.isFinite(found.sampling?.[name]));
     const sampling = Object.fromEntries(given.map((name) => [name, found.sampling[name]]));
