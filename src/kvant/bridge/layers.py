@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from kvant.bridge import hook
 from kvant.cache.deferred_writes import DeferredWrites
-from kvant.cache.exact_tail import KeptTails
 from kvant.cache.layer_group import LayerGroup, PoolLayer
 from kvant.cache.pool_batch import PoolBatch
 from kvant.operators.attention import attend_as_mlx, attend_tokens
@@ -171,13 +170,13 @@ class BridgedLayer:
         group: LayerGroup,
         layer: PoolLayer,
         step: StepRows,
-        kept: KeptTails | None = None,
     ) -> None:
-        """``deferred``, ``kept``: the batch's, which holds the layer."""
+        """``deferred``: the batch's, which holds the layer."""
         # Whether all of the model's attention to what it fetched was computed here, for each sequence alone.
         self.attends: bool | None = None
-        self._deferred, self.group, self.layer = deferred, group, layer
-        self._kept = kept
+        self._deferred = deferred
+        self.group = group
+        self.layer = layer
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
@@ -352,10 +351,8 @@ class BridgedLayer:
             keys, values, layer.arrays, rows, layer.exact_arrays, **layer.operands, backend=backend
         )
         self._waiting = waiting
-        if waiting.stored:
-            self._deferred.add(self.group, layer, waiting.stored)
-        if waiting.exact and self._kept is not None:
-            self._kept.add(layer, waiting.exact)
+        if any(waiting):
+            self._deferred.add(self.group, layer, waiting)
         if rows.exact is not None and layer.exact_arrays:
             self._exact = ExactTail(rows.exact, layer.exact_arrays, waiting.exact)
 

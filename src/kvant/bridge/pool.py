@@ -103,14 +103,13 @@ class BridgedBatch(PoolBatch):
         """Every array that the step changes: computed, the step is, whether its logits are or not."""
         rows = [array for layer in self.pool.layers for array in (*layer.arrays, *layer.exact_arrays)]
         states = [array for state in self._states for array in state.cache if array is not None]
-        return [*rows, *self.deferred.arrays, *self.kept.arrays, *states]
+        return [*rows, *self.deferred.arrays, *states]
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         lengths = super().begin(inputs)
         steps = {group: StepRows.of(self, group, inputs.shape[1]) for group in self.pool.groups}
         self.views = [
-            BridgedLayer(self.deferred, group, layer, steps[group], self.kept)
-            for group, layer in self.pool.places
+            BridgedLayer(self.deferred, group, layer, steps[group]) for group, layer in self.pool.places
         ]
         self._states = [
             self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)

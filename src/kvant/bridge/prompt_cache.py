@@ -100,7 +100,7 @@ class PromptCacheLayer(BridgedLayer):
         self._holders.add(self)
         group = cache.pool.groups[0]
         none = StepRows(PagedRows(None, [[]], [0], group.window), group.window, (cache.offset,), 0)
-        super().__init__(cache.batch.deferred, group, cache.pool.layers[0], none, cache.batch.kept)
+        super().__init__(cache.batch.deferred, group, cache.pool.layers[0], none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
         """The same layer of a copy of all."""
@@ -137,16 +137,15 @@ class PromptCacheLayer(BridgedLayer):
     @property
     def state(self) -> list[object]:
         """For mlx-lm, which evaluates it."""
-        batch = self._cache.batch
-        waiting = [*batch.deferred.arrays, *batch.kept.arrays]
-        return [NotSaved(), *self.layer.arrays, *self.layer.exact_arrays, *waiting]
+        deferred = self._cache.batch.deferred.arrays
+        return [NotSaved(), *self.layer.arrays, *self.layer.exact_arrays, *deferred]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (1, K, S, D) keys and (1, K, S, Dv) values; see :class:`BridgedLayer`."""
         self._copy_if_shared()
         self._begin_for(keys.shape[2])
         fetched = super().update_and_fetch(keys, values)
-        self._cache.batch.kept.commit([keys.shape[2]])
+        self._cache.batch.deferred.commit([keys.shape[2]])
         self._cache.sequence.commit([0] * keys.shape[2])  # what waits is written before the next step
         return fetched
 

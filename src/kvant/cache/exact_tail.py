@@ -19,7 +19,6 @@ from kvant.operators.row_runs import Run, put_rows, stored_rows
 
 if TYPE_CHECKING:
     from kvant.cache.layer_group import PoolLayer
-    from kvant.cache.pool_sequence import PoolSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ def check_tail(numbers: Sequence[int], length: int) -> tuple[int, int]:
     raise ValueError(f"a tail of {numbers!s:.80}; expected its first tokens and where it starts, of {length}")
 
 
-class KeptTokens:
-    """Exact new tokens of a sequence that wait until their step is committed, as many as are read later."""
+class DeferredTail:
+    """Exact new tokens of a sequence until their step is committed, as many of them as are read later."""
 
     def __init__(self, length: int, new_tokens: int) -> None:
         """``length``: tokens of the sequence before the step."""
@@ -182,86 +181,32 @@ class ExactTails:
         span.sinks = SINKS if copy.sinks == min(SINKS, copy.length) else 0
         span.start = max(SINKS, copy.start)
 
-    def write(self, span: ExactSpan, kept: KeptTokens) -> None:
-        """Write what was kept of the tokens of a step that are committed, and put them into the span."""
-        assert kept.before is not None
+    def write(self, span: ExactSpan, tail: DeferredTail) -> None:
+        """Write the deferred tokens of a step that are committed, and put them into the span."""
+        assert tail.before is not None
         if self._logs:
-            self._events.append(("write", span.page, kept.length, kept.num_tokens))
-        end = kept.length + kept.num_tokens
-        start = max(kept.before.start, end - RING)
-        first, _ = kept.ranges[-1]
-        if first > max(kept.length, SINKS):  # those before it were not kept
+            self._events.append(("write", span.page, tail.length, tail.num_tokens))
+        end = tail.length + tail.num_tokens
+        start = max(tail.before.start, end - RING)
+        first, _ = tail.ranges[-1]
+        if first > max(tail.length, SINKS):  # those before it were not kept
             start = max(start, min(first, end))
-        kept.before.start = start  # rows before it are going to be written over
+        tail.before.start = start  # rows before it are going to be written over
         before = 0
-        for first, last in kept.ranges:
+        for first, last in tail.ranges:
             if (stop := min(last, end)) > first:
                 rows = span.runs(first, stop)
-                for layer, tokens in kept.layers:
+                for layer, tokens in tail.layers:
                     put_rows(layer.exact_arrays[0], tokens[:, :, before : before + stop - first], rows)
             before += last - first
         span.start = start
-        span.sinks = kept.before.sinks
+        span.sinks = tail.before.sinks
 
     def take_events(self) -> list[TailEvent]:
         """Return what was done to the pages since the last call, if that is noted."""
         events = self._events
         self._events = []
         return events
-
-
-class KeptTails:
-    """The exact new tokens of a step's sequences that wait until it is committed; mostly none."""
-
-    def __init__(self) -> None:
-        self.tokens: list[KeptTokens] = []
-        self._sequences: Sequence[PoolSequence] = ()
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All of them."""
-        return [array for own in self.tokens for array in own.arrays]
-
-    def place(self, sequences: Sequence["PoolSequence"], new_tokens: int) -> ExactRows | None:
-        """Begin a step; as :func:`place_exact`. None: the sequences have no exact tails."""
-        self.write()
-        self._sequences = sequences
-        spans = [sequence.tail for sequence in sequences if sequence.tail is not None]
-        lengths = [sequence.length for sequence in sequences]
-        is_fused = any(group.is_fused for sequence in sequences[:1] for group in sequence.pool.groups)
-        return self.place_spans(spans, lengths, new_tokens, fused=is_fused) if spans else None
-
-    def place_spans(
-        self, spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool
-    ) -> ExactRows:
-        """Begin a step of sequences with these spans and lengths."""
-        waits = new_tokens > SLACK + 1
-        self.tokens = [KeptTokens(length, new_tokens) for length in lengths] if waits else []
-        return place_exact(spans, lengths, new_tokens, fused=fused)
-
-    def add(self, layer: "PoolLayer", tokens: Sequence[mx.array]) -> list[mx.array]:
-        """Keep what is needed of a layer's new tokens, (2, K, S, D) of each sequence, and return it."""
-        return [own.add(layer, new) for own, new in zip(self.tokens, tokens, strict=True)]
-
-    def commit(self, num_tokens: Sequence[int]) -> None:
-        """Note how many tokens of each sequence are committed now, before the sequences count them."""
-        for sequence, kept, count in zip(self._sequences, self.tokens, num_tokens, strict=False):
-            if sequence.tail is not None and not sequence.released:
-                kept.commit(sequence.tail, count)
-
-    def write(self) -> None:
-        """Write those of the tokens that were committed, and drop the others."""
-        for sequence, kept in zip(self._sequences, self.tokens, strict=False):
-            tails = sequence.pool.tails
-            span = sequence.tail
-            if kept.before is None or tails is None or span is None or sequence.released:
-                continue
-            if sequence.length == kept.length:  # the commit was interrupted before the sequence counted them
-                span.sinks = kept.before.sinks
-                span.start = kept.before.start
-            elif sequence.length == kept.length + kept.num_tokens:
-                tails.write(span, kept)
-        self.tokens = []  # last: what an interruption left is written by the next call
 
 
 def place_exact(

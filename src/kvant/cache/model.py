@@ -291,4 +291,3 @@ class ModelCache(Sequence[Any]):
         self.sequence.check_open()
         with self.pool.handing_out():
             self.batch.deferred.write()
-            self.batch.kept.write()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import mlx.core as mx
 
 from kvant.cache.deferred_writes import DeferredWrites
-from kvant.cache.exact_tail import KeptTails
 from kvant.cache.layer_group import LayerGroup, PageTable, PoolLayer
 from kvant.cache.pages import pages_for, runs
 from kvant.cache.pool_sequence import PoolSequence
@@ -78,9 +77,8 @@ class PoolBatch:
         self.embeddings: mx.array | None = None
         self._next_embeddings: mx.array | None = None
         self._placed: dict[LayerGroup, PagedRows] = {}
-        # Tokens that are written when the step is committed, through the window of a conversation.
-        self.deferred = DeferredWrites(self.sequences[0] if pool.single else None)
-        self.kept = KeptTails()
+        # Tokens that are written when the step is committed.
+        self.deferred = DeferredWrites(self.sequences, is_single=pool.single)
 
     def __getitem__(self, index: Any) -> Any:
         return tuple(self)[index]
@@ -135,7 +133,11 @@ class PoolBatch:
             every = self.lengths
             lengths = every[: len(self.sequences)]
             placed = {}
-            exact = None if self.pool.tails is None else self.kept.place(self.sequences, S)
+            exact = None
+            if self.pool.tails is not None:
+                spans = [sequence.tail for sequence in self.sequences if sequence.tail is not None]
+                is_fused = self.pool.backend is not None
+                exact = self.deferred.place_tails(spans, lengths, S, fused=is_fused)
             for number, group in enumerate(self.pool.groups):
                 tables = [sequence.tables[number] for sequence in self.sequences]
                 rows = self.deferred.place(group, tables[0], S)
@@ -182,8 +184,8 @@ class PoolBatch:
             new = [list(given[b][: each[b]]) for b in range(count)]
             if any(len(own) != number for own, number in zip(new, each, strict=True)):
                 raise ValueError(f"ids has {[len(own) for own in given]} tokens; expected {list(each)}")
-            if self.kept.tokens:
-                self.kept.commit(each)
+            if self.deferred.tails:
+                self.deferred.commit(each)
             for b, sequence in live:
                 sequence.commit(new[b])
             self.end_step()
@@ -191,8 +193,6 @@ class PoolBatch:
     def end_step(self) -> None:
         """Drop a step that was begun and is not committed."""
         self.deferred.write()
-        if self.kept.tokens:
-            self.kept.write()
         self.step = None
         self.embeddings = None
         self._next_embeddings = None
@@ -244,10 +244,10 @@ class PoolLayerView:
             backend=layer.backend,
             exact_arrays=layer.exact_arrays,
         )
-        if waiting.stored:
-            self.batch.deferred.add(self.group, layer, waiting.stored)
-        if waiting.exact:
-            (output,) = mx.depends([output], self.batch.kept.add(layer, waiting.exact))
+        if any(waiting):
+            exact = self.batch.deferred.add(self.group, layer, waiting)
+            if exact:
+                (output,) = mx.depends([output], exact)
         return output
 
 

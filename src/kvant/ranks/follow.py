@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from kvant.cache import ModelCache
 from kvant.cache.deferred_writes import DeferredWrites
-from kvant.cache.exact_tail import KeptTails, KeptTokens
+from kvant.cache.exact_tail import DeferredTail
 from kvant.cache.layer_group import PageTable
 from kvant.cache.options import CacheOptions
 from kvant.cache.pool import Pool
@@ -43,8 +43,7 @@ class PlannedBatch(PoolBatch):
         self.step: mx.array | None = None
         self.embeddings: mx.array | None = None
         self._placed = {}
-        self.deferred = DeferredWrites(None)
-        self.kept = KeptTails()
+        self.deferred = DeferredWrites(self.sequences, is_single=False)
         self._tails = tails
         self._tables = tables
         self._lengths = tuple(lengths)
@@ -57,8 +56,8 @@ class PlannedBatch(PoolBatch):
         S = inputs.shape[1]
         exact = None
         if self._tails:
-            is_fused = any(group.is_fused for group in self.pool.groups)
-            exact = self.kept.place_spans(self._tails, self._lengths, S, fused=is_fused)
+            is_fused = self.pool.backend is not None
+            exact = self.deferred.place_tails(self._tails, self._lengths, S, fused=is_fused)
         placed = zip(self.pool.groups, self._tables, strict=True)
         self._placed = {
             group: replace(place_rows(group, tables, self._lengths, S), exact=exact)
@@ -75,14 +74,14 @@ class Follower:
         self._part = part
         self._caches: dict[int, ModelCache] = {}
         self._pools: dict[int, Pool] = {}
-        self._kept: dict[tuple[int, int], KeptTokens] = {}  # by pool and page: exact rows that wait
+        self._deferred: dict[tuple[int, int], DeferredTail] = {}  # by pool and page
 
     def obey(self, message: Plan) -> Any | None:
         """Do what rank 0 tells. Returns what it waits for; None: it does not."""
         for dropped in message["dropped"]:
             if dropped in self._pools:
                 del self._pools[dropped]
-                self._kept = {key: kept for key, kept in self._kept.items() if key[0] != dropped}
+                self._deferred = {key: tail for key, tail in self._deferred.items() if key[0] != dropped}
             else:
                 del self._caches[dropped]
         number = message["number"]
@@ -103,9 +102,9 @@ class Follower:
             cache = self._caches[number]
             _align(cache, message["lengths"])
             batch = cache.batch
-        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=batch), batch.kept.arrays)
-        for (page, _, _), kept in zip(message.get("tails", ()), batch.kept.tokens, strict=False):
-            self._kept[number, page] = kept
+        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=batch), batch.deferred.arrays)
+        for (page, _, _), tail in zip(message.get("tails", ()), batch.deferred.tails, strict=False):
+            self._deferred[number, page] = tail
         if call == "feed":
             mx.clear_cache()  # a chunk's activations, as on rank 0
         return None
@@ -125,11 +124,11 @@ class Follower:
                 pool.tails.copy(page, *numbers)
             else:
                 length, count = numbers
-                kept = self._kept[number, page]  # rank 0 may say it again after an interruption
-                assert kept.length == length
+                tail = self._deferred[number, page]  # rank 0 may say it again after an interruption
+                assert tail.length == length
                 span = ExactSpan(page)
-                kept.commit(span, count)
-                pool.tails.write(span, kept)
+                tail.commit(span, count)
+                pool.tails.write(span, tail)
         if pool.tails is not None:
             pool.tails.take_events()
         tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
