@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read with care: a stranger may have made it.
+"""The header of a safetensors file. It is read with care: a stranger may have made it.
 
 The safetensors library is not used. It imports NumPy, and that takes longer than reading a small model's
 weights. It does not notice a name that is there twice.
@@ -6,7 +6,7 @@ weights. It does not notice a name that is there twice.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -77,6 +77,22 @@ def read_header(path: Path, stream: BinaryIO, size: int, error: type[KvantError]
     if end != size - 8 - length:
         raise ValueError(f"its tensors have {end} bytes; {size - 8 - length} are there")
     return TensorHeader(metadata or {}, tensors, prefix + data)
+
+
+def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """Return the header of a file that has the bytes of these tensors behind it, in this order.
+
+    ``tensors``: the dtype, as safetensors writes it, and the shape of each.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        first = end
+        end += math.prod(shape) * BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+    data = json.dumps(header, separators=(",", ":")).encode()
+    data += b" " * (-len(data) % 8)
+    return len(data).to_bytes(8, "little") + data
 
 
 def _tensor(name: str, entry: object) -> Tensor:

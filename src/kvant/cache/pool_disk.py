@@ -5,9 +5,12 @@ stores them.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
+from io import BytesIO
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import mlx.core as mx
@@ -25,12 +28,16 @@ from kvant.cache.layer_format import (
 )
 from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE
+from kvant.errors import SnapshotError
+from kvant.tensor_header import make_header, read_header
 
 if TYPE_CHECKING:
     from kvant.cache.pool import Pool
 
-VERSION = 1
-STATES, TAIL = 255, 254  # kinds of files that are no layer group's pages
+VERSION = 2  # 1: files of a format of their own
+# Kinds of files that are no layer group's pages.
+STATES = 255
+TAIL = 254
 Parsed = TypeVar("Parsed")
 
 
@@ -87,19 +94,13 @@ class PoolDisk:
 
     def tail(self, digest: bytes, length: int) -> TailCopy | None:
         """Return the exact tail at the end of a text of so many tokens; None: it is not there."""
-        name = self._file(TAIL, digest)
-        data = self.disk.get(name)
-        if data is None:
-            return None
-        try:
-            return self._parsed_tail(data, length)
-        except (ValueError, RecursionError):
-            self.disk.remove(name)
-            return None
+        with suppress(PageGoneError):
+            return self._get(TAIL, digest, partial(self._parsed_tail, length=length))
+        return None
 
     def _parsed_tail(self, data: bytes, length: int) -> TailCopy:
         """Return the tail in a file; a ValueError unless it is one of so many tokens."""
-        facts, *rows = unpacked(data)
+        facts, *rows = unpacked(data, 1 + len(self._tail_formats))
         if facts is None or facts.dtype != mx.int64 or facts.shape != (3,):
             raise ValueError("a tail without its three numbers")
         sinks, start, given = (int(number) for number in memoryview(facts))  # type: ignore[arg-type]
@@ -109,19 +110,27 @@ class PoolDisk:
 
     def page(self, group: LayerGroup, digest: bytes, rows: int) -> list[mx.array]:
         """Return the rows of a page, for :meth:`LayerGroup.put_page`; raise :class:`PageGoneError`."""
-        return self._get(group, digest, partial(unpacked, expected=_rows(group, rows)))  # type: ignore[arg-type]
+        expected = _rows(group, rows)
+
+        def parse(data: bytes) -> list[mx.array]:
+            arrays = unpacked(data, len(expected))
+            if list(stored_of(arrays)) != expected:
+                raise ValueError(f"arrays of {stored_of(arrays)}; expected {expected}")
+            return [array for array in arrays if array is not None]
+
+        return self._get(self._groups.index(group), digest, parse)
 
     def states(self, digest: bytes) -> list[Arrays]:
         """Return the states after a text; raise :class:`PageGoneError` if they are not there."""
 
         def parse(data: bytes) -> list[Arrays]:
-            rest = iter(unpacked(data))
+            rest = iter(unpacked(data, sum(len(state.shapes) for state in self._states)))
             found = [[*islice(rest, len(state.shapes))] for state in self._states]
             for state, own in zip(self._states, found, strict=True):
                 state.check(own)
             return found
 
-        return self._get(None, digest, parse)
+        return self._get(STATES, digest, parse)
 
     def remove(self, group: LayerGroup, digest: bytes) -> None:
         """Remove a page's file, if there is one."""
@@ -139,14 +148,14 @@ class PoolDisk:
         """Return the name of a file: of a layer group's page, of states or of a tail."""
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
-    def _get(self, group: LayerGroup | None, digest: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:
-        """Return what a file has; remove one of something else."""
-        name = self._name(group, digest)
+    def _get(self, kind: int, digest: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """Return what a file has; remove one of something else, and raise :class:`PageGoneError`."""
+        name = self._file(kind, digest)
         data = self.disk.get(name)
         try:
             if data is not None:
                 return parse(data)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, SnapshotError):
             self.disk.remove(name)
         raise PageGoneError(f"{name} is not in the disk cache")
 
@@ -157,26 +166,23 @@ def _rows(group: LayerGroup, rows: int) -> list[Stored]:
 
 
 def packed(arrays: Sequence[mx.array | None]) -> bytes:
-    """Arrays as bytes: what they are as JSON, behind its length, and what is in them."""
+    """Return arrays as a safetensors file, each under its number; of an array that is None there is none."""
     mx.eval([array for array in arrays if array is not None])
-    stored = json.dumps(stored_of(arrays))
+    tensors = {str(i): stored for i, stored in enumerate(stored_of(arrays)) if stored is not None}
     contents = [array_bytes(array) for array in arrays if array is not None]
-    return b"".join([len(stored).to_bytes(4, "little"), stored.encode(), *contents])
+    return b"".join([make_header(tensors, {"arrays": str(len(arrays))}), *contents])
 
 
-def unpacked(data: bytes, expected: Sequence[Stored] | None = None) -> Arrays:
-    """Return the arrays of :func:`packed`; a ValueError unless they are the ``expected`` ones."""
-    place = 4 + int.from_bytes(data[:4], "little")
-    raw = json.loads(data[4:place])
-    if not isinstance(raw, list):
-        raise ValueError(f"a JSON {type(raw).__name__}; expected a list")
-    every, arrays = [parse_stored(each) for each in raw], []
-    if expected is not None and every != expected:
-        raise ValueError(f"arrays of {every}; expected {expected}")
-    for stored in every:
-        size = 0 if stored is None else stored_bytes(stored)
-        if size > len(data) - place:
-            raise ValueError("its arrays have more bytes than there are")
-        arrays.append(None if stored is None else as_array(bytearray(data[place : place + size]), stored))
-        place += size
+def unpacked(data: bytes, count: int) -> Arrays:
+    """Return the arrays of :func:`packed`; a ValueError unless there are so many."""
+    header = read_header(Path(), BytesIO(data), len(data), SnapshotError)
+    contents = memoryview(data)[len(header.data) :]
+    names = [str(number) for number in range(count)]
+    if header.metadata != {"arrays": str(count)} or not header.tensors.keys() <= set(names):
+        raise ValueError(f"a file of other arrays; expected {count} of them")
+    arrays: Arrays = [None] * count
+    for name, tensor in header.tensors.items():
+        stored = parse_stored([tensor.dtype, [*tensor.shape]])
+        assert stored is not None
+        arrays[int(name)] = as_array(bytearray(contents[tensor.first : tensor.last]), stored)
     return arrays

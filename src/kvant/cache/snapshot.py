@@ -34,7 +34,7 @@ from kvant.cache.layer_group import PoolLayer
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import SnapshotError, one_line
 from kvant.files import open_regular, unique_keys
-from kvant.tensor_header import MAX_HEADER_BYTES
+from kvant.tensor_header import MAX_HEADER_BYTES, make_header
 from kvant.tensor_header import read_header as read_tensor_header
 
 FORMAT = "kvant cache"
@@ -233,14 +233,7 @@ def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> 
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
         raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
     header = SnapshotHeader.of(sequence, metadata)
-    entries: dict[str, object] = {"__metadata__": header.as_metadata()}
-    end = 0
-    for name, stored in header.tensors().items():
-        first, end = end, end + stored_bytes(stored)
-        entries[name] = {"dtype": stored[0], "shape": stored[1], "data_offsets": [first, end]}
-    data = json.dumps(entries, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)
-    data = len(data).to_bytes(8, "little") + data
+    data = make_header(header.tensors(), header.as_metadata())
     if len(data) > MAX_HEADER_BYTES:
         raise SnapshotError(
             f"{path}: its header would have {len(data)} bytes; at most {MAX_HEADER_BYTES} are read"
