@@ -402,7 +402,7 @@ class _Machine(RuleBasedStateMachine):
     def keep(self, data: st.DataObject, new: int) -> None:
         """A place that can be gone back to, whatever comes behind it."""
         own = self._any(data, self.alone)
-        own.sequence.checkpoints.add(own.sequence)
+        own.sequence.share_prefix(last_page=True)
         if own.ids and len(own.ids) not in own.kept:
             own.kept.add(len(own.ids))
             own.kept_from[len(own.ids)] = own.latest_start

@@ -1,10 +1,18 @@
 """Checkpoints: places in texts that later texts go on from, where layers have windows or states."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from kvant.cache.layer_format import Arrays
+
+if TYPE_CHECKING:
+    from kvant.cache.exact_tail import TailCopy
 
 NO_TEXT = 32  # bytes of the text without tokens, its salt's digest
+ID_BYTES = 8  # of a token in a text
 TAIL = 32  # bytes that are compared first
 
 
@@ -19,21 +27,29 @@ class Checkpoint:
         is_head: prompts of other conversations are likely to begin with the text, such as a system prompt.
         states: of the layers that have one in place of rows; None: there is no such layer.
         pages: digests of the pages that the next token sees through a window.
-        tail: the exact rows (:class:`kvant.cache.exact_tail.TailCopy`); None: there are none.
+        rows: in place of pages, copies of the rows that it sees there, of each layer: a single pool has no
+            pages for them.
+        tail: the exact rows; None: there are none.
         used: the number of the last text that began with this one.
     """
 
     text: bytes
     asked: int
     is_head: bool = False
-    states: Any = None
+    states: list[Arrays] | None = None
     pages: frozenset[bytes] = field(default_factory=frozenset)
-    tail: Any = None
+    rows: Mapping[Any, Sequence[mx.array]] = field(default_factory=dict)
+    tail: "TailCopy | None" = None
     used: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text."""
+        return (len(self.text) - NO_TEXT) // ID_BYTES
 
 
 class Checkpoints:
-    """The checkpoints of an index, by the digests of their texts.
+    """The checkpoints of an index by the digests of their texts, or those of a single pool's sequence.
 
     If there are too many, the one with the lowest score is dropped. The score is the product of the tokens
     that would be read again without the checkpoint, from the nearest one before it, and of the texts that
@@ -55,11 +71,35 @@ class Checkpoints:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._kept
 
-    def states(self, digest: bytes) -> Any:
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array that is kept."""
+        found: list[Sequence[mx.array | None]] = []
+        for own in self._kept.values():
+            found += [*own.rows.values(), *(own.states or ())]
+            found += [] if own.tail is None else [own.tail.rows]
+        return [array for arrays in found for array in arrays if array is not None]
+
+    def at(self, length: int) -> Checkpoint | None:
+        """Return the checkpoint after so many tokens of a sequence; None: there is none."""
+        return next((own for own in self._kept.values() if own.num_tokens == length), None)
+
+    def last_before(self, length: int) -> int:
+        """Return the greatest length of a sequence's checkpoint below ``length``; 0 if there is none."""
+        return max((own.num_tokens for own in self._kept.values() if own.num_tokens < length), default=0)
+
+    def drop_after(self, length: int) -> None:
+        """Drop a sequence's checkpoints behind ``length``."""
+        self._kept = {key: own for key, own in self._kept.items() if own.num_tokens <= length}
+
+    def states(self, digest: bytes) -> list[Arrays] | None:
         """Return the states after a text; None if they are not kept."""
         return self._kept[digest].states if digest in self._kept else None
 
-    def last_tail(self, text: bytes) -> Any:
+    def last_tail(self, text: bytes) -> "TailCopy | None":
         """Return the exact rows at the last checkpoint in a text that has any; None: none has."""
         found = [
             own
@@ -116,7 +156,8 @@ class Checkpoints:
 
     def _score(self, own: Checkpoint) -> tuple[float, int, int]:
         """Return the score, and what decides between equal ones: the last use, then the length."""
-        kept, length = self._kept.values(), len(own.text)
+        kept = self._kept.values()
+        length = len(own.text)
         is_superseded = any(
             each.asked > own.asked and _begins(each.text, own.text, own.asked) for each in kept
         )

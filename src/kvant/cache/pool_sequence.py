@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Self
 
 import mlx.core as mx
 
+from kvant.cache.checkpoints import Checkpoint, Checkpoints
 from kvant.cache.exact_tail import TailCopy
 from kvant.cache.layer_format import Arrays, State, difference
 from kvant.cache.layer_group import PageTable, PoolLayer
 from kvant.cache.pages import runs
-from kvant.cache.sequence_checkpoints import SequenceCheckpoints
 from kvant.cache.shared_prefix import SharedPrefix
 from kvant.errors import ContextError
 from kvant.operators.exact_rows import SLACK, TAIL_WINDOW
@@ -35,7 +35,7 @@ class PoolSequence:
         self._ids = list(ids)
         self.length = len(self._ids)  # committed tokens; the position of the next one
         self.lookahead = 0  # the last of these tokens, which were computed but not handed out yet
-        self.checkpoints = SequenceCheckpoints()  # of a single pool's sequence
+        self.checkpoints = Checkpoints(pool.checkpoints)  # of a single pool's sequence
         self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
         self.released = False  # its pages were given back
         # The tokens that have exact rows as well; None: the pool has no exact tails.
@@ -103,8 +103,9 @@ class PoolSequence:
                     f"further than to {self.oldest} tokens, or to none"
                 )
             self.step = None
-            if 0 < length < min(self.oldest, self.length):
-                self.checkpoints.restore(self, length)
+            checkpoint = self.checkpoints.at(length) if length < min(self.oldest, self.length) else None
+            if checkpoint is not None:
+                self._restore(checkpoint)
             else:
                 self.length = length
                 for group, table in zip(self.pool.groups, self.tables, strict=True):
@@ -121,15 +122,38 @@ class PoolSequence:
         check_num_tokens(num_tokens)
         self.trim(max(0, self.length - num_tokens))
 
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Have the tokens of a checkpoint; none, if that is interrupted."""
+        length = checkpoint.num_tokens
+        self.length = 0
+        try:
+            for group, table in zip(self.pool.groups, self.tables, strict=True):
+                if table.moves:
+                    group.begin_at(table, group.first_seen(length), length)
+            for layer, rows in checkpoint.rows.items():
+                self.put(layer, rows, length)
+            self.will_have(length, checkpoint.states or [])
+        except BaseException:
+            self.checkpoints.drop_after(0)
+            for table in self.tables:
+                if table.moves:  # its pages are found again when the cache begins to hand out the next ones
+                    table.first = 0
+                    table.pages = []
+            raise
+        self.length = length
+        if self.tail is not None:
+            self.tail.lose(length)
+        self.take_tail(checkpoint.tail)
+
     def _go_back_exactly(self, length: int) -> None:
         """Have the exact rows of the first ``length`` tokens, as far as they are there."""
         tails = self.pool.tails
         if tails is None or self.tail is None:
             return
         self.tail.go_back(length)
-        kept = self.checkpoints.tail(length)
-        if kept is not None and not self.tail.is_whole(length):
-            tails.restore(self.tail, kept)
+        kept = self.checkpoints.at(length)
+        if kept is not None and kept.tail is not None and not self.tail.is_whole(length):
+            tails.restore(self.tail, kept.tail)
 
     def go_back(self, num_tokens: int) -> int:
         """Go back to ``num_tokens`` tokens, or to a place before; return how many tokens it has now.
@@ -139,8 +163,8 @@ class PoolSequence:
         """
         can = self.can_trim_to(num_tokens)
         length = min(num_tokens, self.length) if can else self.checkpoints.last_before(num_tokens)
-        lacks = self.tail is not None and not self.tail.is_whole(length) and length not in self.checkpoints
-        if can and lacks:
+        lacks = self.tail is not None and not self.tail.is_whole(length)
+        if can and lacks and self.checkpoints.at(length) is None:
             again = max(0, length - TAIL_WINDOW)
             kept = self.checkpoints.last_before(length)
             if kept > again or not self.can_trim_to(again):
@@ -161,9 +185,8 @@ class PoolSequence:
 
     def can_trim_to(self, num_tokens: int) -> bool:
         """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
-        return (
-            num_tokens == 0 or num_tokens >= min(self.oldest, self.length) or num_tokens in self.checkpoints
-        )
+        is_there = num_tokens == 0 or num_tokens >= min(self.oldest, self.length)
+        return is_there or self.checkpoints.at(num_tokens) is not None
 
     @property
     def oldest(self) -> int:
@@ -226,13 +249,15 @@ class PoolSequence:
         pool = self.pool
         if pool.states and not pool.checkpoints:
             return
-        if pool.single and last_page and upto in (None, self.length):
-            self.checkpoints.add(self)  # the next sequence begins with what this one leaves
-        if pool.single and pool.disk is None:
+        # The next text of a single pool begins with what this one leaves.
+        is_own = pool.single and pool.checkpoints > 0 and last_page and upto in (None, self.length)
+        if pool.single and pool.disk is None and not is_own:
             return
         with pool.lock:
             self.check_open()
             prefix = SharedPrefix(self, upto, last_page=last_page)
+            if is_own:
+                prefix.keep_in_sequence()
             if pool.disk is not None:
                 prefix.write(pool.disk, mid_prompt=mid_prompt)
             if pool.single:
@@ -243,7 +268,8 @@ class PoolSequence:
 
     def load(self, other: "PoolSequence") -> None:
         """Take the tokens of a sequence of another pool with the same format; this one must be empty."""
-        own, given = self.pool, other.pool
+        own = self.pool
+        given = other.pool
         if given.layout != own.layout:
             raise ValueError("the cache is for a model with other layers than the pool's")
         own.check_whole()
@@ -251,7 +277,8 @@ class PoolSequence:
         with own.lock, given.lock:
             self.check_open()
             other.check_open()
-            length, ids = other.length, other.ids
+            length = other.length
+            ids = other.ids
             if self.length:
                 raise ValueError(f"the sequence holds {self.length} tokens; expected an empty one")
             if len(given.layers) != len(own.layers):

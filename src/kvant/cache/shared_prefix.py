@@ -1,14 +1,17 @@
 """What a sequence leaves for those that begin alike: its pages, a checkpoint, and files on disk."""
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from kvant.cache.checkpoints import Checkpoint
+from kvant.cache.exact_tail import TailCopy
+from kvant.cache.layer_format import Arrays
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_disk import PoolDisk
 from kvant.cache.prefix import as_text, digests, root
-from kvant.cache.sequence_checkpoints import copy_states
 
 if TYPE_CHECKING:
     from kvant.cache.pool_sequence import PoolSequence
@@ -28,7 +31,41 @@ class SharedPrefix:
         self._page_hashes = digests(self._ids, sequence.salt, last_page=last_page)
         self._whole_pages = self._page_hashes[: len(self._ids) // PAGE_SIZE]
         self._groups = list(zip(sequence.pool.groups, sequence.tables, strict=True))
+        self._text = as_text(self._ids, sequence.salt)
         self.is_all = 0 < len(self._ids) == sequence.length <= len(self._page_hashes) * PAGE_SIZE
+
+    @cached_property
+    def _tail(self) -> TailCopy | None:
+        """A copy of the exact tail at the end of all tokens."""
+        return self._sequence.copied_tail()
+
+    def keep_in_sequence(self) -> None:
+        """Keep a checkpoint that the sequence itself, of a single pool, can go back to after all its tokens.
+
+        The first of its checkpoints is a head: it is the end of the system prompt.
+        """
+        sequence = self._sequence
+        length = sequence.length
+        checkpoints = sequence.checkpoints
+        if not length or checkpoints.at(length) is not None:
+            return
+        rows = {
+            layer: sequence.copied_rows(layer, max(table.first, group.first_seen(length)))
+            for group, table in self._groups
+            if table.moves
+            for layer in group.layers
+        }
+        states = copy_states(sequence.states)
+        mx.eval([*rows.values()], states)
+        made = Checkpoint(
+            self._text,
+            len(self._text),
+            is_head=not checkpoints,
+            states=states,
+            rows=rows,
+            tail=self._tail,
+        )
+        checkpoints.keep(self._text, made)
 
     def put_in_index(self) -> None:
         """Let other sequences of the pool share the pages."""
@@ -44,9 +81,7 @@ class SharedPrefix:
     def keep_checkpoint(self, asked: int | None, *, is_head: bool) -> None:
         """Keep the states, and the pages that are seen through windows, after all tokens."""
         pool = self._sequence.pool
-        salt = self._sequence.salt
         last = self._page_hashes[-1]
-        text = as_text(self._ids, salt)
         for group in pool.groups:
             is_main = group is pool.main
             has_states = bool(pool.states) and is_main
@@ -56,13 +91,19 @@ class SharedPrefix:
             seen = group.seen(self._whole_pages, len(self._ids) % PAGE_SIZE)
             pages = frozenset() if group.window is None else frozenset([*seen, last])
             if last in group.prefix.checkpoints:
-                group.prefix.use_checkpoints(text)
+                group.prefix.use_checkpoints(self._text)
             elif all(digest in group.prefix for digest in (*pages, last)):
                 states = copy_states(self._sequence.states) if has_states else None
                 mx.eval(states)
-                tail = self._sequence.copied_tail() if has_tail else None
-                prompt = len(as_text(self._ids[:asked], salt))
-                group.prefix.keep(last, Checkpoint(text, prompt, is_head, states, pages, tail))
+                made = Checkpoint(
+                    self._text,
+                    len(as_text(self._ids[:asked], self._sequence.salt)),
+                    is_head,
+                    states,
+                    pages,
+                    tail=self._tail if has_tail else None,
+                )
+                group.prefix.keep(last, made)
 
     def write(self, disk: PoolDisk, *, mid_prompt: bool) -> None:
         """Write the pages that a text sees which goes on here, and the states after all tokens.
@@ -90,6 +131,11 @@ class SharedPrefix:
             disk.put_states(self._page_hashes[-1], sequence.states)
         # Texts are joined there from the disk: where there are states, or a page ends.
         is_joined = bool(sequence.pool.states) or len(self._ids) % PAGE_SIZE == 0
-        tail = sequence.copied_tail() if is_joined else None
-        if tail is not None:
-            disk.put_tail(self._page_hashes[-1], tail)
+        if is_joined and self._tail is not None:
+            disk.put_tail(self._page_hashes[-1], self._tail)
+
+
+def copy_states(states: Sequence[Arrays]) -> list[Arrays]:
+    """Return copies of states (1, ...): an array may be a part of what a whole step computed."""
+    first = mx.array([0])
+    return [[None if array is None else array[first] for array in arrays] for arrays in states]
