@@ -1,12 +1,14 @@
 """Which prefix of a prompt a pool has already: in the index of its pages, and on disk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import mlx.core as mx
 
 from kvant.cache.checkpoints import Checkpoint
+from kvant.cache.exact_tail import TailCopy
 from kvant.cache.layer_format import Arrays, State
 from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE
@@ -34,9 +36,14 @@ class StoredPrefix:
     page_hashes: Sequence[bytes]
     first: dict[LayerGroup, int]
 
-    def pages(self, group: LayerGroup) -> list[Page]:
-        """Return the pages that a layer group needs."""
-        return [(group, number) for number in range(self.first[group], len(self.page_hashes))]
+    def pages(self) -> list[Page]:
+        """Return the pages that all layer groups need, in the order of the text.
+
+        So what is before a wrong page has been read, and is right.
+        """
+        count = len(self.page_hashes)
+        found = [(group, number) for group, first in self.first.items() for number in range(first, count)]
+        return sorted(found, key=lambda page: page[1])
 
     def page_ids(self, number: int) -> Sequence[int]:
         """Return the tokens of a page."""
@@ -115,38 +122,31 @@ class PrefixSearch:
             hashes = prefix.page_hashes
             for group in self._groups:
                 group.prefix.use(hashes)
-            needed = (page for group in self._groups for page in prefix.pages(group))
-            missing = [(group, number) for group, number in needed if hashes[number] not in group.prefix]
-            missing.sort(key=_number)
-            for place, (group, number) in enumerate(missing[:most]):
-                try:
-                    rows = _read(self.disk, prefix, missing[place:])
-                except PageGoneError:
+            missing = [
+                (group, number) for group, number in prefix.pages() if hashes[number] not in group.prefix
+            ]
+            try:
+                for group, number, rows in islice(_read(self.disk, prefix, missing), most):
+                    before = hashes[number - 1] if number else root(salt)
+                    if not group.take_in(hashes[number], before, prefix.page_ids(number), rows):
+                        return False
+                mx.eval([layer.arrays for group in self._groups for layer in group.layers])
+                if len(missing) > most:
                     return True
-                before = hashes[number - 1] if number else root(salt)
-                if not group.take_in(hashes[number], before, prefix.page_ids(number), rows):
-                    return False
-            mx.eval([layer.arrays for group in self._groups for layer in group.layers])
-            if len(missing) > most:
+                self._fetch_end(self.disk, prefix, salt)
+            except PageGoneError:
                 return True
-            if self._states and hashes and self._main.prefix.checkpoints.states(hashes[-1]) is None:
-                try:
-                    states = self.disk.states(hashes[-1])
-                except PageGoneError:
-                    return True
-                self._keep(prefix, salt, states)
-            elif hashes and hashes[-1] not in self._main.prefix.checkpoints:
-                self._keep(prefix, salt, None)
             return False
 
-    def _keep(self, prefix: StoredPrefix, salt: bytes, states: list[Arrays] | None) -> None:
-        """Keep a checkpoint with the states after a prefix, and with the exact tail if that is on disk."""
-        assert self.disk is not None
-        tail = self.disk.tail(prefix.page_hashes[-1], len(prefix.ids))
+    def _fetch_end(self, disk: PoolDisk, prefix: StoredPrefix, salt: bytes) -> None:
+        """Keep a checkpoint at the end of a prefix, if what it needs is on disk."""
+        index = self._main.prefix
+        if not prefix.ids or (last := prefix.page_hashes[-1]) in index.checkpoints:
+            return
+        states, tail = self._read_end(disk, prefix)
         if states is not None or tail is not None:
             text = as_text(prefix.ids, salt)
-            made = Checkpoint(text, len(text), states=states, tail=tail)
-            self._main.prefix.keep(prefix.page_hashes[-1], made)
+            index.keep(last, Checkpoint(text, len(text), states=states, tail=tail))
 
     def read_into(self, sequence: PoolSequence, prompt: Sequence[int]) -> bool:
         """Have a single pool's sequence read a prefix from disk, if that is longer than what it has.
@@ -161,19 +161,23 @@ class PrefixSearch:
         sequence.trim(sequence.length)
         lost = {layer: prefix.first[group] * PAGE_SIZE for group in self._groups for layer in group.layers}
         tables = dict(zip(self._groups, sequence.tables, strict=True))
-        pages = [page for group in self._groups for page in prefix.pages(group)]
-        pages.sort(key=_number)
+        tail: TailCopy | None = None
         with suppress(PageGoneError), sequence.filling(lost, prefix.ids):
-            for place, (group, number) in enumerate(pages):
-                rows = _read(self.disk, prefix, pages[place:])
+            for group, number, rows in _read(self.disk, prefix, prefix.pages()):
                 table = tables[group]
                 group.put_page(table.pages[number - table.start // PAGE_SIZE], rows)
             mx.eval([layer.arrays for group in self._groups for layer in group.layers])
-            if self._states:
-                sequence.will_have(len(prefix.ids), self.disk.states(prefix.page_hashes[-1]))
-        if sequence.length and sequence.length == len(prefix.ids):
-            sequence.take_tail(self.disk.tail(prefix.page_hashes[-1], sequence.length))
+            states, tail = self._read_end(self.disk, prefix)
+            if states is not None:
+                sequence.will_have(len(prefix.ids), states)
+        sequence.take_tail(tail)
         return True
+
+    def _read_end(self, disk: PoolDisk, prefix: StoredPrefix) -> tuple[list[Arrays] | None, TailCopy | None]:
+        """Read the states after a prefix and its exact tail; raise PageGoneError without needed states."""
+        last = prefix.page_hashes[-1]
+        states = disk.states(last) if self._states else None
+        return states, disk.tail(last, len(prefix.ids))
 
     def _stored(self, prompt: Sequence[int], salt: bytes, whole_pages: bool) -> StoredPrefix:
         """Return the longest prefix whose pages are in the pool or on disk."""
@@ -213,21 +217,19 @@ class PrefixSearch:
         return on_disk and self.disk is not None and self.disk.has(group, digest)
 
 
-def _number(page: Page) -> int:
-    """Return the key by which pages are sorted: what is before a wrong one has been read, and is right."""
-    return page[1]
+def _read(
+    disk: PoolDisk, prefix: StoredPrefix, pages: Sequence[Page]
+) -> Iterator[tuple[LayerGroup, int, list[mx.array]]]:
+    """Read the rows of pages from disk, one page after the other.
 
-
-def _read(disk: PoolDisk, prefix: StoredPrefix, pages: Sequence[Page]) -> list[mx.array]:
-    """Read the rows of the first of the pages from disk.
-
-    Raise :class:`PageGoneError` if it is gone, and remove the others. They are going to be computed and
+    Raise :class:`PageGoneError` if one is gone, and remove those behind it. They are going to be computed and
     written again: they may be wrong as well, which only a restart would show.
     """
-    group, number = pages[0]
-    try:
-        return disk.page(group, prefix.page_hashes[number], len(prefix.page_ids(number)))
-    except PageGoneError:
-        for other, behind in pages:
-            disk.remove(other, prefix.page_hashes[behind])
-        raise
+    for place, (group, number) in enumerate(pages):
+        try:
+            rows = disk.page(group, prefix.page_hashes[number], len(prefix.page_ids(number)))
+        except PageGoneError:
+            for other, behind in pages[place:]:
+                disk.remove(other, prefix.page_hashes[behind])
+            raise
+        yield group, number, rows
