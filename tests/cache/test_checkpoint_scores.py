@@ -1,5 +1,9 @@
 """Which checkpoint goes where there are too many."""
 
+import random
+
+import pytest
+
 from kvant.cache.checkpoints import Checkpoint, Checkpoints
 from kvant.cache.prefix import as_text
 
@@ -66,3 +70,27 @@ def test_texts_of_others_supersede_nothing() -> None:
     kept.keep(text, Checkpoint(text, len(text)))
     _keep(kept, [3] * 50)
     assert _left(kept, SYSTEM, small) == [True, False]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 6])
+def test_of_a_sequence_the_second_goes(most: int) -> None:
+    """The first is a head: the end of the system prompt. Lengths are found, and go with the tokens."""
+    rng = random.Random(most)
+    kept = Checkpoints(most)
+    expected: list[int] = []
+    length = 0
+    for _ in range(200):
+        if rng.random() < 0.3:
+            length = rng.choice([0, *range(0, length + 1, 3)])
+            kept.drop_after(length)
+            expected = [each for each in expected if each <= length]
+        else:
+            length += rng.randint(1, 9)
+            text = as_text([number % 7 for number in range(length)], b"")
+            kept.keep(text, Checkpoint(text, len(text), is_head=not kept))
+            expected.append(length)
+            if len(expected) > most:
+                del expected[min(1, most - 1)]
+        every = [each for each in range(length + 1) if kept.at(each) is not None]
+        assert every == expected
+        assert kept.last_before(length) == max((each for each in expected if each < length), default=0)
