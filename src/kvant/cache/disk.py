@@ -31,7 +31,8 @@ LOCK = "kvant-disk-cache.lock"
 LOCK_TEXT = b"kvant disk cache\n"  # the lock file begins with it; the id of the last writer follows
 LOCK_RETRY_S = 0.02  # between two attempts to lock the folder
 CLOSED_LOCK_S = 1.0  # a closed cache tries this long to lock the folder for its last files
-FILE, PART = re.compile(r"[0-9a-f]{64}\.kv"), re.compile(r"[0-9a-f]{64}\.kv\.part")
+FILE = re.compile(r"[0-9a-f]{64}\.kv")
+PART = re.compile(r"[0-9a-f]{64}\.kv\.part")
 DIGEST_BYTES = 32
 WRITER_BYTES = 16
 
@@ -59,7 +60,8 @@ class DiskCache:
         """Open or make a folder for its owner alone; a SnapshotError if that fails or it is others' too."""
         if type(max_bytes) is not int or max_bytes < BLOCK:
             raise ValueError(f"max_bytes is {max_bytes!r}; expected an int of at least {BLOCK}")
-        self.folder, self.max_bytes = Path(os.path.abspath(os.path.expanduser(folder))), max_bytes
+        self.folder = Path(os.path.abspath(os.path.expanduser(folder)))
+        self.max_bytes = max_bytes
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = os.stat(self.folder)
@@ -79,8 +81,10 @@ class DiskCache:
         self._waiting: dict[str, bytes] = {}
         self._jobs: deque[str | Sequence[str]] = deque()  # a file to write, or files that were used
         self._counts = DiskCounts()
-        self._allowed, self._seen = float(max_bytes), time.monotonic()  # bytes that may be written, and when
-        self._paused_until, self._said = 0.0, ""
+        self._allowed = float(max_bytes)  # bytes that may be written
+        self._seen = time.monotonic()  # when these were counted
+        self._paused_until = 0.0
+        self._said = ""
         self._closed = False
         try:
             self._scan()

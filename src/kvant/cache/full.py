@@ -49,7 +49,8 @@ class FullKVCache:
             )
         if self._key_value is not None:
             cached_key, cached_value = self._key_value
-            (B, K, _, D), (b, k, _, d) = cached_key.shape, key.shape
+            B, K, _, D = cached_key.shape
+            b, k, _, d = key.shape
             if (B, K, D, cached_key.dtype) != (b, k, d, key.dtype):
                 raise ValueError(
                     f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}, "
@@ -64,4 +65,5 @@ class FullKVCache:
 
     def reset(self) -> None:
         """Forget every token, and free them."""
-        self._key_value, self.offset = None, 0
+        self._key_value = None
+        self.offset = 0

@@ -23,7 +23,8 @@ from kvant.operators.quantization import QUANT_BITS
 
 NAME = "kv_format"
 PMX = "pmx"  # in place of a file: PMX's symmetric groups, nothing done to keys before
-FORMAT, VERSION = "kvant kv format", 2  # 1: its model's digest was of a sample of the weights
+FORMAT = "kvant kv format"
+VERSION = 2  # 1: its model's digest was of a sample of the weights
 MAX_BYTES = 16 * 1024 * 1024
 MAX_EXPONENT = 24  # of a channel's balance
 
@@ -161,7 +162,8 @@ class KVFormat:
     def check_layers(self, layers: int) -> None:
         """Raise an ArgumentError unless it has so many layers."""
         if len(self.layers) != layers:
-            where, count = self.path or "a format", len(self.layers)
+            where = self.path or "a format"
+            count = len(self.layers)
             raise ArgumentError(NAME, f"is {where}, with {count} layers; expected {layers}")
 
 
@@ -182,7 +184,8 @@ def _layer(raw: object) -> LayerChoice:
     names = [each.name for each in fields(LayerChoice)]
     if not isinstance(raw, dict) or {"value_bits", "rotates_values", *raw} != {*names}:
         raise ValueError("a layer has other parts than " + ", ".join(names))
-    bits, group = raw["kv_bits"], raw["kv_group_size"]
+    bits = raw["kv_bits"]
+    group = raw["kv_group_size"]
     values: Any = raw.get("value_bits", bits)
     for own in (bits, values):
         if type(own) is not int or own not in QUANT_BITS or type(group) is not int or group < 1:

@@ -252,10 +252,13 @@ class LayerFormat:
 
     def arrays(self, rows: int) -> dict[str, Stored]:
         """What is stored of ``rows`` tokens of one sequence, by its name."""
-        sides, parts = 2, [(self.head_dim, self.kv_bits)]
+        sides = 2
+        parts = [(self.head_dim, self.kv_bits)]
         if (self.value_head_dim, self.value_bits) != parts[0]:
-            sides, parts = 1, [*parts, (self.value_head_dim, self.value_bits)]
-        shape, width = (sides, self.num_kv_heads, rows), sum(width for width, _ in parts)
+            sides = 1
+            parts.append((self.value_head_dim, self.value_bits))
+        shape = (sides, self.num_kv_heads, rows)
+        width = sum(width for width, _ in parts)
         row = sum(width * bits for width, bits in parts) // 8 if self.kv_bits else width
         found: dict[str, Stored] = {"cache": (self.dtype, (*shape, row))}
         if self.kv_bits:

@@ -182,7 +182,8 @@ class LayerGroup:
 
         A last page that is not whole is copied at once: both sequences are going to write there.
         """
-        whole, rest = (length - table.start) // PAGE_SIZE, length % PAGE_SIZE
+        whole = (length - table.start) // PAGE_SIZE
+        rest = length % PAGE_SIZE
         self.pages.share(table.pages[:whole])
         made = self._reserve(self._table(max_tokens, table.first, table.pages[:whole]), max_tokens)
         if rest:

@@ -12,7 +12,8 @@ from kvant.operators.dispatch import KERNELS
 from kvant.operators.packing import PACKINGS
 from kvant.operators.quantization import FITTED_BITS, QUANT_BITS, check_quantization
 
-DEFAULT_KV_BITS, DEFAULT_KV_GROUP_SIZE = 8, 32
+DEFAULT_KV_BITS = 8
+DEFAULT_KV_GROUP_SIZE = 32
 BITS_TO_QUANTIZE = " or ".join(map(str, PACKINGS))
 BITS_IN_WORDS = f"{', '.join(map(str, PACKINGS))}, or 0 for no quantization"
 

@@ -33,7 +33,8 @@ class Pages:
             fitting = [length for _, length in self._free if length >= missing]
             wanted = min(fitting) if fitting else max(length for _, length in self._free)
             place = next(i for i, (_, length) in enumerate(self._free) if length == wanted)
-            first, taken = self._free[place][0], min(wanted, missing)
+            first = self._free[place][0]
+            taken = min(wanted, missing)
             self._free[place : place + 1] = [(first + taken, wanted - taken)] if wanted > taken else []
             pages += range(first, first + taken)
         for page in pages:
@@ -60,7 +61,8 @@ class Pages:
     def hold_only(self, pages: Collection[int]) -> None:
         """Hold these once, and no others."""
         self.num_free = self.num_shared = 0
-        self._holders, self._free = [int(page in pages) for page in range(self.num)], []
+        self._holders = [int(page in pages) for page in range(self.num)]
+        self._free = []
         for page in range(self.num):
             if page not in pages:
                 self._add_free(page)
@@ -72,11 +74,15 @@ class Pages:
     def _add_free(self, page: int) -> None:
         """Make a page free and join it with its free neighbours."""
         place = bisect_left(self._free, (page, 0))
-        first, last, start, end = page, page + 1, place, place
+        first = page
+        last = page + 1
+        start = end = place
         if place and sum(self._free[place - 1]) == page:
-            start, first = place - 1, self._free[place - 1][0]
+            start = place - 1
+            first = self._free[start][0]
         if place < len(self._free) and self._free[place][0] == page + 1:
-            end, last = place + 1, sum(self._free[place])
+            end = place + 1
+            last = sum(self._free[place])
         self._free[start:end] = [(first, last - first)]
         self.num_free += 1
 

@@ -79,11 +79,13 @@ class PrefixIndex:
 
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
         """Return the page behind a text that begins with the most of ``ids``, and how many these are."""
-        best, most = b"", 0
+        best = b""
+        most = 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
             pairs = zip(self._indexed[digest].ids, ids, strict=False)
             if (alike := sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))) > most:
-                best, most = digest, alike
+                best = digest
+                most = alike
         if not best:
             return 0, 0
         self.use([best])
@@ -163,7 +165,8 @@ def digests(ids: Sequence[int], salt: bytes, *, last_page: bool = False) -> list
 
     Two texts have the same BLAKE2b digest of 256 bits only if they are the same, as far as anybody knows.
     """
-    found, digest = [], root(salt)
+    found = []
+    digest = root(salt)
     for first in range(0, len(ids) - (0 if last_page else PAGE_SIZE - 1), PAGE_SIZE):
         digest = extended(digest, ids[first : first + PAGE_SIZE])
         found.append(digest)

@@ -113,7 +113,8 @@ class QuantizedKVCache(KVCache):
             ValueError: shapes that do not fit the cache.
         """
         check_tokens(query, key, value, mask, self.offset)
-        (B, K, S, D), own = key.shape, self.layer.format
+        B, K, S, D = key.shape
+        own = self.layer.format
         if (1, own.num_kv_heads, own.head_dim) != (B, K, D):
             raise ValueError(
                 f"the cache is for one sequence, {own.num_kv_heads} kv heads and a head_dim of "

@@ -66,7 +66,8 @@ class SnapshotHeader:
     @classmethod
     def of(cls, sequence: PoolSequence, metadata: Mapping[str, str]) -> "SnapshotHeader":
         """The header of a snapshot of a sequence."""
-        pool, rotary = sequence.pool, sequence.pool.rotary
+        pool = sequence.pool
+        rotary = pool.rotary
         rope = None
         if rotary is not None:
             rope = {"frequencies": [*map(float, rotary.frequencies)], "factor": float(rotary.factor)}
@@ -74,7 +75,8 @@ class SnapshotHeader:
             layer.format if isinstance(layer, PoolLayer) else LayerFormat("state", state=stored_of(layer))
             for layer in sequence.saved_layers
         ]
-        length, written = sequence.length, sequence.written
+        length = sequence.length
+        written = sequence.written
         span = sequence.tail
         tail = None if span is None else (min(span.sinks, length), min(span.start, length))
         return cls(
@@ -124,12 +126,10 @@ class SnapshotHeader:
             )
         if raw["has_ids"] is not True or not isinstance(raw["layout"], str):
             raise ValueError("has_ids is not true, or layout no text")
-        identity, rope, (length,), (written,) = (
-            _identity(raw["identity"]),
-            _rope(raw["rope"]),
-            lengths,
-            writtens,
-        )
+        identity = _identity(raw["identity"])
+        rope = _rope(raw["rope"])
+        (length,) = lengths
+        (written,) = writtens
         layers = tuple(map(LayerFormat.from_json, raw["layers"]))
         # Lengths contradict neither each other nor what windows and states can have forgotten.
         if length > written or (written and not length):
@@ -207,7 +207,8 @@ class SnapshotHeader:
         """Refuse it for a cache that would write ``own``. What one of them does not know is not compared."""
         if self.identity is not None and own.identity is not None:
             for what in ("model", "tokenizer"):
-                one, other = getattr(self.identity, what), getattr(own.identity, what)
+                one = getattr(self.identity, what)
+                other = getattr(own.identity, what)
                 if one != other:
                     raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
         if len(self.layers) != len(own.layers):
@@ -278,7 +279,8 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, file: BinaryIO, whole:
         whole.update(data)
         return as_array(data, stored)
 
-    length, written = header.length, header.written
+    length = header.length
+    written = header.written
     ids: list[int] = take(("U32", (length,))).tolist()  # type: ignore[assignment]
     layers = list(zip(header.layers, sequence.saved_layers, strict=True))
     lost = {own: given.first(length, written) for given, own in layers if isinstance(own, PoolLayer)}
@@ -345,10 +347,8 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash
                 raise ValueError("altered: the SHA-256 of its header is another")
             # They are exactly those that the header describes: the file has their bytes then.
             given = [(name, (tensor.dtype, tensor.shape)) for name, tensor in found.tensors.items()]
-            expected, places = (
-                [*header.tensors().items()],
-                [(each.first, each.last) for each in found.tensors.values()],
-            )
+            expected = [*header.tensors().items()]
+            places = [(each.first, each.last) for each in found.tensors.values()]
             if given != expected or places != sorted(places):
                 other = next((one for one, own in zip(given, expected, strict=False) if one != own), None)
                 raise ValueError(
@@ -387,7 +387,8 @@ def _rope(raw: object) -> dict[str, Any] | None:
 
 
 def _rope_difference(given: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    one, other = given["frequencies"], own["frequencies"]
+    one = given["frequencies"]
+    other = own["frequencies"]
     if len(one) != len(other):
         return f"RoPE has {len(one)} frequencies; expected {len(other)}"
     for pair, (a, b) in enumerate(zip(one, other, strict=True)):

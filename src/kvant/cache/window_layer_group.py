@@ -58,11 +58,13 @@ class WindowLayerGroup(LayerGroup):
         """Become a table of so many tokens; of none, if it lacks rows that the next one sees."""
         if self.first_seen(length) < table.first:
             self.pages.release(table.pages)
-            table.first, table.pages = 0, []
+            table.pages = []
+            table.first = 0
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
         self.pages.release(table.pages)
-        table.first, table.pages = max(first, self._first_needed(table, length)), []
+        table.pages = []
+        table.first = max(first, self._first_needed(table, length))
         table.pages = self._take(pages_for(length - table.start))
 
     def must_defer(self, table: PageTable, length: int, new_tokens: int) -> bool:
@@ -77,7 +79,7 @@ class WindowLayerGroup(LayerGroup):
         if first > table.start:
             gone = (first - table.start) // PAGE_SIZE
             given_back = table.pages[:gone]
-            table.first, table.pages = first, table.pages[gone:]
+            table.first, table.pages = first, table.pages[gone:]  # at once: no interruption in between
             self.pages.release(given_back)
         self._extend(table, end)
 
