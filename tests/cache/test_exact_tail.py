@@ -541,13 +541,14 @@ def test_a_wrong_tail_on_disk_is_none_and_goes(plain: Decoder, tmp_path: Path, n
     assert tail is not None
     assert files is not None
     for name, own in ((b"right", tail), (b"wrong", WRONG[number](tail))):
-        files.put_tail(name, own)
+        files.put_end(name, [], own)
     disk.flush(30)
     assert len(list(disk.folder.glob("*.kv"))) == 2
-    right = files.tail(b"right", 256)
+    states, right = files.end(b"right", 256)
+    assert states is None
     assert right is not None
     assert all(map(mx.array_equal, right.rows, tail.rows))
-    assert files.tail(b"wrong", 256) is None
+    assert files.end(b"wrong", 256) == (None, None)
     assert len(list(disk.folder.glob("*.kv"))) == 1
     disk.close()
 

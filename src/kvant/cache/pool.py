@@ -325,7 +325,7 @@ class Pool:
 
         ``is_exact``: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
         """
-        self.prefixes.use_disk(PoolDisk(disk, self, is_exact=is_exact))
+        self.prefixes.disk = PoolDisk(disk, self, is_exact=is_exact)
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
         """The cache of steps in which sequences of this pool take part, at least one, none twice.

@@ -5,8 +5,6 @@ stores them.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from io import BytesIO
 from itertools import islice
@@ -35,9 +33,7 @@ if TYPE_CHECKING:
     from kvant.cache.pool import Pool
 
 VERSION = 2  # 1: files of a format of their own
-# Kinds of files that are no layer group's pages.
-STATES = 255
-TAIL = 254
+END = 255  # the kind of a file that is no layer group's page
 Parsed = TypeVar("Parsed")
 
 
@@ -70,37 +66,55 @@ class PoolDisk:
         ]
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
 
-    def has(self, group: LayerGroup | None, digest: bytes) -> bool:
-        """Whether the page of some layers at the end of a text is there; None: the states after it."""
-        return self._name(group, digest) in self.disk
+    def has(self, group: LayerGroup, digest: bytes) -> bool:
+        """Return whether the page of some layers at the end of a text is there."""
+        return self._file(self._groups.index(group), digest) in self.disk
+
+    def has_end(self, digest: bytes) -> bool:
+        """Return whether the states after a text are there."""
+        return self._file(END, digest) in self.disk
 
     def put_page(self, group: LayerGroup, digest: bytes, page: int, rows: int) -> None:
         """Write a page of so many rows; fewer than 128 only if there are states, which go on there."""
         if rows == PAGE_SIZE or self._states:
             size = rows * self._row_bytes[group]
-            self.disk.put(self._name(group, digest), size, lambda: packed(group.page_rows(page, rows)))
+            name = self._file(self._groups.index(group), digest)
+            self.disk.put(name, size, lambda: packed(group.page_rows(page, rows)))
 
-    def put_states(self, digest: bytes, states: Sequence[Arrays]) -> None:
-        """Have the states after a text written."""
+    def put_end(self, digest: bytes, states: Sequence[Arrays], tail: TailCopy | None) -> None:
+        """Write what is at the end of a text beside its pages: states and the exact tail."""
         arrays = [array for state in states for array in state]
+        if tail is not None:
+            arrays += [mx.array([tail.sinks, tail.start, tail.length], mx.int64), *tail.rows]
         size = sum(array.nbytes for array in arrays if array is not None)
-        self.disk.put(self._name(None, digest), size, lambda: packed(arrays))
+        self.disk.put(self._file(END, digest), size, lambda: packed(arrays))
 
-    def put_tail(self, digest: bytes, tail: TailCopy) -> None:
-        """Have the exact tail at the end of a text written."""
-        size = sum(array.nbytes for array in tail.rows)
-        facts = mx.array([tail.sinks, tail.start, tail.length], mx.int64)
-        self.disk.put(self._file(TAIL, digest), size, lambda: packed([facts, *tail.rows]))
+    def end(self, digest: bytes, length: int) -> tuple[list[Arrays] | None, TailCopy | None]:
+        """Return the states after a text of so many tokens, and its exact tail; None: there are none.
 
-    def tail(self, digest: bytes, length: int) -> TailCopy | None:
-        """Return the exact tail at the end of a text of so many tokens; None: it is not there."""
-        with suppress(PageGoneError):
-            return self._get(TAIL, digest, partial(self._parsed_tail, length=length))
-        return None
+        Raise :class:`PageGoneError` if there should be states, and the file is not there.
+        """
+        count = sum(len(state.shapes) for state in self._states)
+        tail_count = 1 + len(self._tail_formats) if self._tail_formats else 0
 
-    def _parsed_tail(self, data: bytes, length: int) -> TailCopy:
+        def parse(data: bytes) -> tuple[list[Arrays] | None, TailCopy | None]:
+            arrays = unpacked(data, count + tail_count)
+            rest = iter(arrays[:count])
+            states = [[*islice(rest, len(state.shapes))] for state in self._states]
+            for state, own in zip(self._states, states, strict=True):
+                state.check(own)
+            tail = self._tail(arrays[count], arrays[count + 1 :], length) if tail_count else None
+            return states or None, tail
+
+        try:
+            return self._get(END, digest, parse)
+        except PageGoneError:
+            if self._states:
+                raise
+            return None, None
+
+    def _tail(self, facts: mx.array | None, rows: Arrays, length: int) -> TailCopy:
         """Return the tail in a file; a ValueError unless it is one of so many tokens."""
-        facts, *rows = unpacked(data, 1 + len(self._tail_formats))
         if facts is None or facts.dtype != mx.int64 or facts.shape != (3,):
             raise ValueError("a tail without its three numbers")
         sinks, start, given = (int(number) for number in memoryview(facts))  # type: ignore[arg-type]
@@ -120,32 +134,17 @@ class PoolDisk:
 
         return self._get(self._groups.index(group), digest, parse)
 
-    def states(self, digest: bytes) -> list[Arrays]:
-        """Return the states after a text; raise :class:`PageGoneError` if they are not there."""
-
-        def parse(data: bytes) -> list[Arrays]:
-            rest = iter(unpacked(data, sum(len(state.shapes) for state in self._states)))
-            found = [[*islice(rest, len(state.shapes))] for state in self._states]
-            for state, own in zip(self._states, found, strict=True):
-                state.check(own)
-            return found
-
-        return self._get(STATES, digest, parse)
-
     def remove(self, group: LayerGroup, digest: bytes) -> None:
         """Remove a page's file, if there is one."""
-        self.disk.remove(self._name(group, digest))
+        self.disk.remove(self._file(self._groups.index(group), digest))
 
     def used(self, page_hashes: Sequence[bytes]) -> None:
         """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""
-        kinds = (*range(len(self._groups)), STATES, TAIL)
+        kinds = (*range(len(self._groups)), END)
         self.disk.used([self._file(kind, digest) for digest in page_hashes for kind in kinds])
 
-    def _name(self, group: LayerGroup | None, digest: bytes) -> str:
-        return self._file(STATES if group is None else self._groups.index(group), digest)
-
     def _file(self, kind: int, digest: bytes) -> str:
-        """Return the name of a file: of a layer group's page, of states or of a tail."""
+        """Return the name of a file: of a layer group's page, or of the end of a text."""
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
     def _get(self, kind: int, digest: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from kvant.cache.checkpoints import Checkpoint
 from kvant.cache.exact_tail import TailCopy
-from kvant.cache.layer_format import Arrays, State
+from kvant.cache.layer_format import State
 from kvant.cache.layer_group import LayerGroup
 from kvant.cache.pages import PAGE_SIZE
 from kvant.cache.pool_disk import PageGoneError, PoolDisk
@@ -64,16 +64,7 @@ class PrefixSearch:
         self._main = main
         self._states = states
         self._lock = lock
-        self._disk: PoolDisk | None = None
-
-    @property
-    def disk(self) -> PoolDisk | None:
-        """Its pages and states on disk; None: there is no disk cache."""
-        return self._disk
-
-    def use_disk(self, disk: PoolDisk) -> None:
-        """Find and read prefixes on disk too."""
-        self._disk = disk
+        self.disk: PoolDisk | None = None  # where prefixes are found and read too; None: nowhere
 
     def find(
         self, prompt: Sequence[int], salt: bytes, whole_pages: bool, *, on_disk: bool = False
@@ -143,7 +134,7 @@ class PrefixSearch:
         index = self._main.prefix
         if not prefix.ids or (last := prefix.page_hashes[-1]) in index.checkpoints:
             return
-        states, tail = self._read_end(disk, prefix)
+        states, tail = disk.end(last, len(prefix.ids))
         if states is not None or tail is not None:
             text = as_text(prefix.ids, salt)
             index.keep(last, Checkpoint(text, len(text), states=states, tail=tail))
@@ -167,17 +158,11 @@ class PrefixSearch:
                 table = tables[group]
                 group.put_page(table.pages[number - table.start // PAGE_SIZE], rows)
             mx.eval([layer.arrays for group in self._groups for layer in group.layers])
-            states, tail = self._read_end(self.disk, prefix)
+            states, tail = self.disk.end(prefix.page_hashes[-1], len(prefix.ids))
             if states is not None:
                 sequence.will_have(len(prefix.ids), states)
         sequence.take_tail(tail)
         return True
-
-    def _read_end(self, disk: PoolDisk, prefix: StoredPrefix) -> tuple[list[Arrays] | None, TailCopy | None]:
-        """Read the states after a prefix and its exact tail; raise PageGoneError without needed states."""
-        last = prefix.page_hashes[-1]
-        states = disk.states(last) if self._states else None
-        return states, disk.tail(last, len(prefix.ids))
 
     def _stored(self, prompt: Sequence[int], salt: bytes, whole_pages: bool) -> StoredPrefix:
         """Return the longest prefix whose pages are in the pool or on disk."""
@@ -202,7 +187,7 @@ class PrefixSearch:
         for count in range(0 if whole_pages else len(ids), -1, -1):
             digest = extended(before, ids[:count]) if count else before
             pages = (self._has(group, digest, on_disk) for group in self._groups)
-            if (count in kept or self.disk.has(None, digest)) and (not count or all(pages)):
+            if (count in kept or self.disk.has_end(digest)) and (not count or all(pages)):
                 return count
         return None
 

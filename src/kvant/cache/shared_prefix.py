@@ -31,8 +31,11 @@ class SharedPrefix:
         self._page_hashes = digests(self._ids, sequence.salt, last_page=last_page)
         self._whole_pages = self._page_hashes[: len(self._ids) // PAGE_SIZE]
         self._groups = list(zip(sequence.pool.groups, sequence.tables, strict=True))
-        self._text = as_text(self._ids, sequence.salt)
         self.is_all = 0 < len(self._ids) == sequence.length <= len(self._page_hashes) * PAGE_SIZE
+
+    @cached_property
+    def _text(self) -> bytes:
+        return as_text(self._ids, self._sequence.salt)
 
     @cached_property
     def _tail(self) -> TailCopy | None:
@@ -125,14 +128,11 @@ class SharedPrefix:
             disk.used(hashes)
 
     def _write_end(self, disk: PoolDisk) -> None:
-        """Write the states after all tokens, and the exact tail."""
-        sequence = self._sequence
-        if sequence.pool.states:
-            disk.put_states(self._page_hashes[-1], sequence.states)
-        # Texts are joined there from the disk: where there are states, or a page ends.
-        is_joined = bool(sequence.pool.states) or len(self._ids) % PAGE_SIZE == 0
-        if is_joined and self._tail is not None:
-            disk.put_tail(self._page_hashes[-1], self._tail)
+        """Write the states after all tokens, and the exact tail, where texts are joined from the disk."""
+        has_states = bool(self._sequence.pool.states)
+        ends_page = len(self._ids) % PAGE_SIZE == 0
+        if has_states or (ends_page and self._tail is not None):
+            disk.put_end(self._page_hashes[-1], self._sequence.states, self._tail)
 
 
 def copy_states(states: Sequence[Arrays]) -> list[Arrays]:
