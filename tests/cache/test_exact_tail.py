@@ -312,7 +312,7 @@ def test_a_conversation_goes_back_to_a_checkpoint_with_its_tail(
     model: Decoder = request.getfixturevalue(kind)
     cache = _cache(model, checkpoints=2)
     prefill(model, cache.pool, cache.sequence, TEXT[:200], 100)
-    cache.sequence.checkpoints.add(cache.sequence)
+    cache.sequence.share_prefix(last_page=True)
     kept = model.make_cache(1000, kv_bits=4)
     kept.sequence.load(cache.sequence)
     prefill(model, cache.pool, cache.sequence, TEXT[200:700], 100)

@@ -1,6 +1,5 @@
 """What a sequence leaves for those that begin alike: its pages, a checkpoint, and files on disk."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -38,36 +37,39 @@ class SharedPrefix:
         return as_text(self._ids, self._sequence.salt)
 
     @cached_property
+    def _states(self) -> list[Arrays] | None:
+        """Copies of the states after all tokens: an array may be a part of what a whole step computed."""
+        first = mx.array([0])
+        states = self._sequence.states
+        copies = [[None if array is None else array[first] for array in arrays] for arrays in states]
+        mx.eval(copies)
+        return copies or None
+
+    @cached_property
     def _tail(self) -> TailCopy | None:
         """A copy of the exact tail at the end of all tokens."""
-        return self._sequence.copied_tail()
+        return None if self._sequence.pool.divided else self._sequence.copied_tail()
 
     def keep_in_sequence(self) -> None:
-        """Keep a checkpoint that the sequence itself, of a single pool, can go back to after all its tokens.
+        """Keep a checkpoint after all tokens that the sequence itself, of a single pool, can go back to.
 
-        The first of its checkpoints is a head: it is the end of the system prompt.
+        The first one is a head: it is the end of the system prompt.
         """
         sequence = self._sequence
         length = sequence.length
         checkpoints = sequence.checkpoints
         if not length or checkpoints.at(length) is not None:
             return
-        rows = {
+        made = Checkpoint(self._text, len(self._text), is_head=not checkpoints)
+        made.rows = {
             layer: sequence.copied_rows(layer, max(table.first, group.first_seen(length)))
             for group, table in self._groups
             if table.moves
             for layer in group.layers
         }
-        states = copy_states(sequence.states)
-        mx.eval([*rows.values()], states)
-        made = Checkpoint(
-            self._text,
-            len(self._text),
-            is_head=not checkpoints,
-            states=states,
-            rows=rows,
-            tail=self._tail,
-        )
+        mx.eval([*made.rows.values()])
+        made.states = self._states
+        made.tail = self._tail
         checkpoints.keep(self._text, made)
 
     def put_in_index(self) -> None:
@@ -85,27 +87,21 @@ class SharedPrefix:
         """Keep the states, and the pages that are seen through windows, after all tokens."""
         pool = self._sequence.pool
         last = self._page_hashes[-1]
+        keeps_end = bool(pool.states) or (pool.tails is not None and not pool.divided)
         for group in pool.groups:
             is_main = group is pool.main
-            has_states = bool(pool.states) and is_main
-            has_tail = pool.tails is not None and is_main and not pool.divided
-            if group.window is None and not has_states and not has_tail:
+            if group.window is None and not (is_main and keeps_end):
                 continue
             seen = group.seen(self._whole_pages, len(self._ids) % PAGE_SIZE)
             pages = frozenset() if group.window is None else frozenset([*seen, last])
             if last in group.prefix.checkpoints:
                 group.prefix.use_checkpoints(self._text)
             elif all(digest in group.prefix for digest in (*pages, last)):
-                states = copy_states(self._sequence.states) if has_states else None
-                mx.eval(states)
-                made = Checkpoint(
-                    self._text,
-                    len(as_text(self._ids[:asked], self._sequence.salt)),
-                    is_head,
-                    states,
-                    pages,
-                    tail=self._tail if has_tail else None,
-                )
+                prompt = as_text(self._ids[:asked], self._sequence.salt)
+                made = Checkpoint(self._text, len(prompt), is_head, pages=pages)
+                if is_main:
+                    made.states = self._states
+                    made.tail = self._tail
                 group.prefix.keep(last, made)
 
     def write(self, disk: PoolDisk, *, mid_prompt: bool) -> None:
@@ -133,9 +129,3 @@ class SharedPrefix:
         ends_page = len(self._ids) % PAGE_SIZE == 0
         if has_states or (ends_page and self._tail is not None):
             disk.put_end(self._page_hashes[-1], self._sequence.states, self._tail)
-
-
-def copy_states(states: Sequence[Arrays]) -> list[Arrays]:
-    """Return copies of states (1, ...): an array may be a part of what a whole step computed."""
-    first = mx.array([0])
-    return [[None if array is None else array[first] for array in arrays] for arrays in states]
