@@ -6,8 +6,7 @@ model is llama-like, with random float32 weights. Every cache holds 128 or 1,500
 
 - mlx-lm: mlx-lm's loop, which queues the next step before it waits for a token, with its own cache.
 - list: the same loop with ``kvant.make_prompt_cache``.
-- loop: kvant's loop, as for a bridged folder: ``make_model_cache``, and positions turned by matrices on a
-  CPU.
+- loop: kvant's loop, as for a bridged folder: a model's own cache, and positions turned by matrices on a CPU.
 """
 
 import json
@@ -25,7 +24,9 @@ from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import llama
 
 import kvant
-from kvant.bridge.pool import BridgedCache, make_model_cache
+from kvant.bridge.config import BridgedConfig
+from kvant.bridge.model import BridgedModel
+from kvant.bridge.pool import BridgedCache
 from kvant.bridge.rope import rotate_by_matrices
 from kvant.cache import CacheOptions
 from kvant.tools.statistics import in_turns
@@ -73,6 +74,7 @@ def _model() -> llama.Model:
 def _ways(models: list[llama.Model], context: int, blocks: int) -> dict[str, Callable[[], list[float]]]:
     """By name: a loop with a model and a cache that holds the context."""
     size = context + blocks * (STEPS + 1) + 1
+    bridged = BridgedModel(models[1], BridgedConfig("llama", SHAPE["vocab_size"], None), mx.float32)
     caches: dict[str, tuple[llama.Model, Any]] = {
         "mlx-lm 0": (models[0], mlx_lm_cache.make_prompt_cache(models[0])),
         **{
@@ -88,7 +90,7 @@ def _ways(models: list[llama.Model], context: int, blocks: int) -> dict[str, Cal
         caches[f"list {bits}"] = models[0], listed
         caches[f"loop {bits}"] = (
             models[1],
-            make_model_cache(models[1], size, CacheOptions(kv_bits=bits, kv_group_size=GROUP)),
+            bridged.reserve_cache(size, CacheOptions(kv_bits=bits, kv_group_size=GROUP)),
         )
     return {name: _way(model, cache, context) for name, (model, cache) in caches.items()}
 

@@ -9,13 +9,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import can_trim_prompt_cache
-from support.bridged import KINDS, LONG, PROMPT, WITH_STATE, bridged, feed
+from support.bridged import KINDS, LONG, PROMPT, WITH_STATE, bridged, feed, make_model_cache
 from support.counts import at_widths
 from support.numbers import peak_bytes, relative_error
 from support.tiny_models import build
 
 from kvant.bridge.layers import BridgedLayer
-from kvant.bridge.pool import BridgedCache, CacheBytes, make_model_cache, pool_needs
+from kvant.bridge.pool import BridgedCache, CacheBytes, pool_needs
 from kvant.bridge.probe import probe
 from kvant.bridge.prompt_cache import make_prompt_cache
 from kvant.cache import CacheOptions

@@ -123,7 +123,9 @@ def test_what_differs_from_a_decoder(gpt_oss: LanguageModel) -> None:
             (mx.array([1]), None, model.make_cache(8)),
             r"inputs has shape \(1,\); expected \(B, S\) token ids",
         ),
-        (model.check_cache, ([],), r"expected what model\.make_cache returns"),
+        (model.check_cache, ([],), "a list of 0 layers; expected all layers of one cache"),
+        (model.check_cache, ([object()],), r"holds a object; expected what model\.make_cache returns"),
+        (model.check_cache, (5,), r"the cache is a int; expected what model\.make_cache returns"),
     ]
     for function, arguments, message in refused:
         with pytest.raises(ValueError, match=message):

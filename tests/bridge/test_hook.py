@@ -10,14 +10,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 from support import attend_stand_in
-from support.bridged import LONG, OWN_ATTENTION, PROMPT, alone, feed
+from support.bridged import LONG, OWN_ATTENTION, PROMPT, alone, feed, make_model_cache
 from support.counts import count
 from support.numbers import normal, peak_bytes, relative_error
 from support.tiny_models import SERVED, build
 
 from kvant.bridge import hook
 from kvant.bridge.layers import BridgedLayer
-from kvant.bridge.pool import make_model_cache
 from kvant.bridge.probe import Attention, leaves_of, probe
 from kvant.cache import CacheOptions
 from kvant.operators import dispatch, paged_kernel

@@ -35,7 +35,8 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
         *((mx.array([[token]]), None, cache, "the model knows 0 to 299") for token in (300, -1, 10**8)),
         (mx.array([[1.0]]), None, cache, "expected integer token ids"),
         (mx.array([1, 2]), None, None, r"expected \(B, S\) token ids"),
-        (one, None, cache[:1], "the cache has 1 layers; expected 2"),
+        (one, None, cache[:1], "a list of 1 layers; expected all layers of one cache"),
+        (one, None, 5, r"the cache is a int; expected what model\.make_cache returns"),
     ]
     for ids, offset, layers, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -47,3 +48,16 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
     assert {layer.offset for layer in cache} == {3}  # one cache: of every layer
     with pytest.raises(ContextError, match="this machine has"):
         model.make_cache(10**12)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "many"])
+def test_a_refused_reservation_is_named_as_the_caller_wrote_it(
+    make_checkpoint: Callable[..., tuple[Path, nn.Module]], wrong: Any
+) -> None:
+    """A cache of 0 tokens was refused as ``tokens``, and a text was added to a number."""
+    model = load_decoder(make_checkpoint()[0])
+    message = f"max_seq_len is {wrong!r}; expected a positive int"
+    with pytest.raises(ValueError, match=message):
+        model.make_cache(wrong)
+    with pytest.raises(ValueError, match=message):
+        model.make_pool(128, sequences=1, max_seq_len=wrong)

@@ -20,6 +20,7 @@ from kvant.bridge.probe import Attention
 from kvant.bridge.prompt_cache import PromptCacheLayer, SequenceLayers
 from kvant.cache import CacheOptions, ModelCache
 from kvant.cache.layer_format import DTYPE_NAMES
+from kvant.cache.options import DEFAULT_OPTIONS
 from kvant.cache.pool import single_sizes
 from support.tiny_models import build
 
@@ -105,6 +106,12 @@ def write_mlx_lm(folder: Path, name: str, bits: int = 0) -> Path:
 def bridged(name: str, **changes: Any) -> BridgedModel:
     """A tiny model of an architecture of mlx-lm, for ids of any vocabulary."""
     return BridgedModel(build(name, **changes)[0], BridgedConfig(name, 2**17, None), mx.float32)
+
+
+def make_model_cache(module: Any, max_seq_len: int, options: CacheOptions = DEFAULT_OPTIONS) -> BridgedCache:
+    """The cache of one of mlx-lm's models for kvant's loop."""
+    model = BridgedModel(module, BridgedConfig("", 2**17, None), mx.float32)
+    return model.reserve_cache(max_seq_len, options)
 
 
 def alone(

@@ -2,10 +2,9 @@
 
 import inspect
 import re
-import threading
-from collections.abc import Collection, Sequence
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -16,40 +15,28 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.few_rows import multiplies_few_rows
-from kvant.bridge.pool import (
-    BridgedBatch,
-    BridgedCache,
-    BridgedPool,
-    attends_separately,
-    make_model_cache,
-    reserve,
-)
+from kvant.bridge.pool import BridgedBatch, BridgedCache, BridgedPool, attends_separately, reserve
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
-from kvant.cache import KVCache
-from kvant.cache.identity import Identity
-from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions, check_cache_options
-from kvant.cache.pool import check_sizes
+from kvant.cache.layer_format import DTYPES
+from kvant.cache.options import CacheOptions
+from kvant.cache.pool import Pool
 from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.prompt_file import PromptCacheFile
 from kvant.errors import ArgumentError
-from kvant.models.caches import default_reservation, longest_sequence
-from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
-from kvant.models.language_model import CacheMaker
+from kvant.models.cached_model import CachedModel
 from kvant.operators.dispatch import resolve
-from kvant.threads import check_process
 
 
-class BridgedModel(CacheMaker):
+class BridgedModel(CachedModel):
     """A :class:`kvant.models.LanguageModel`: mlx-lm's model, ``module``."""
 
     # numbers of mlx-lm's caches whose layers another process computes
     absent_caches: frozenset[int] = frozenset()
-    divided = False  # other ranks hold a part of the model, and of its caches
+    config: BridgedConfig
     feeds_last_token_separately = True  # mlx-lm's models give the logits of every position they are given
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
-        self.module, self.config, self.dtype = module, config, dtype
-        self.identity: Identity | None = None
+        super().__init__(config, dtype)
+        self.module = module
 
     @cached_property
     def computes_at_once(self) -> bool:
@@ -73,23 +60,11 @@ class BridgedModel(CacheMaker):
         size: int | None = getattr(getattr(self.module, "args", None), "hidden_size", None)
         return size if takes else None
 
-    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """Logits of every position; the step is committed. As :meth:`kvant.models.Decoder.__call__`."""
-        check_process()
-        check_shape(inputs)
-        check_ids(inputs, self.config.vocab_size)
-        if cache is None:
-            check_offset(offset, (0,) * inputs.shape[0])
-            return self._logits(inputs, None)
-        batch = self._checked(cache)
-        check_offset(offset, batch.lengths)
-        with batch.lock:
-            batch.begin(inputs)
-            logits = self._logits(inputs, batch)
-            if threading.active_count() > 1:  # computed while no other thread may write to the cache
-                mx.eval(logits, batch.state)
-            batch.commit()
-        return logits
+    def _outputs(self, inputs: mx.array, cache: PoolBatch | None) -> mx.array:
+        return self._logits(inputs, None if cache is None else self._begun(inputs, cache))
+
+    def logits(self, hidden_states: mx.array) -> mx.array:
+        return hidden_states  # they are the logits: mlx-lm's class computes them too
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         begun = self._begun(inputs, cache)
@@ -97,23 +72,7 @@ class BridgedModel(CacheMaker):
         return begun.state
 
     def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self.every_logits(inputs, cache)[:, -1]
-
-    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self._logits(inputs, self._begun(inputs, cache))
-
-    def check_cache(self, cache: Sequence[KVCache]) -> BridgedCache:
-        if isinstance(cache, PromptCacheFile):
-            cache = cache.loaded(self.reserve_cache)
-        if not isinstance(cache, BridgedCache):
-            raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
-        if cache.pool.entries != self.entries:
-            raise ValueError(
-                "the cache is for a model with other layers; expected what model.make_cache returns"
-            )
-        if None not in (cache.pool.identity, self.identity) and cache.pool.identity != self.identity:
-            raise ValueError("the cache holds tokens of another model")
-        return cache
+        return self._outputs(inputs, cache)[:, -1]
 
     def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> BridgedCache:
         """See :class:`kvant.models.LanguageModel`. No bias is known apart from mlx-lm's projections: none is
@@ -121,49 +80,30 @@ class BridgedModel(CacheMaker):
 
         A group that does not divide a layer's width becomes their greatest common divisor there.
         """
-        check_process()
-        self._check_format(options)
-        if max_seq_len is None:
-            max_seq_len = default_reservation(self.config)
-        return make_model_cache(
-            self.module,
-            max_seq_len,
-            options,
-            found=self.entries,
-            absent=self.absent_caches,
-            make_cache=partial(self.reserve_cache, options=options),
-            identity=self.identity,
-            divided=self.divided,
-        )
+        pool = cast(BridgedPool, self._reserved(max_seq_len, options))
+        return BridgedCache(pool, options.group_size, self.absent_caches)
 
-    def make_pool(
-        self,
-        tokens: int,
-        *,
-        sequences: int,
-        max_seq_len: int | None = None,
-        prefill_step_size: int = 512,
-        options: CacheOptions = DEFAULT_OPTIONS,
-    ) -> BridgedPool:
-        """See :class:`kvant.models.LanguageModel`. The model is tried first, with a small pool: some steps
-        long.
+    def _new_pool(self, sizes: Mapping[str, Any], options: CacheOptions, **further: Any) -> BridgedPool:
+        """As :meth:`CachedModel._new_pool`. A pool of several sequences is for a model that was tried with a
+        small one.
         """
-        check_process()
-        self._check_format(options)
-        resolve(options.kernels)  # refuses them before the model is tried
-        sizes = {"tokens": tokens, "sequences": sequences, "prefill_step_size": prefill_step_size}
-        sizes["max_seq_len"] = longest_sequence(self.config, tokens, max_seq_len)
-        check_sizes(**sizes)
-        apart = attends_separately(self.module, self.config.model_type, self.entries, self.dtype)
+        attentions = leaves_of(self.entries, Attention)
+        if options.kv_format is not None:
+            options.kv_format.check(self.identity, len(attentions))
+            if self.has_sinks and any(layer.center for layer in options.kv_format.layers):
+                raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
+        apart = True
+        if not sizes["single"]:
+            resolve(options.kernels)  # refuses them before the model is tried
+            apart = attends_separately(self.module, self.config.model_type, self.entries, self.dtype)
         return reserve(
             self.entries,
             sizes,
             options,
-            dtype=self.dtype,
-            make_cache=partial(self.reserve_cache, options=options),
-            identity=self.identity,
+            dtype=next((DTYPES[leaf.dtype] for leaf in attentions), self.dtype),
+            absent=self.absent_caches,
             attends_separately=apart,
-            divided=self.divided,
+            **further,
         )
 
     @property
@@ -178,27 +118,18 @@ class BridgedModel(CacheMaker):
     def arrays(self) -> list[mx.array]:
         return list(parameters(self.module).values())
 
-    def _check_format(self, options: CacheOptions) -> None:
-        """Refuse what are no options, and a tuned format of another model."""
-        check_cache_options(options)
-        if options.kv_format is not None:
-            options.kv_format.check(self.identity, len(leaves_of(self.entries, Attention)))
-            if self.has_sinks and any(layer.center for layer in options.kv_format.layers):
-                raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
-
-    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> BridgedBatch:
-        if not isinstance(cache, PoolBatch):
-            return self.check_cache(cache).batch
-        if not isinstance(cache, BridgedBatch) or cache.pool.entries != self.entries:
+    def check_pool(self, pool: Pool) -> None:
+        name = "cache" if pool.single else "pool"
+        if not isinstance(pool, BridgedPool) or pool.entries != self.entries:
             raise ValueError(
-                "the pool is for a model with other layers; expected what model.make_pool returns"
+                f"the {name} is for a model with other layers; expected what model.make_{name} returns"
             )
-        return cache
 
     def _begun(self, inputs: mx.array, cache: PoolBatch) -> BridgedBatch:
-        bridged = self._checked(cache)
-        bridged.begin(inputs)
-        return bridged
+        batch = self._batch(cache)
+        self.check_pool(batch.pool)
+        batch.begin(inputs)
+        return cast(BridgedBatch, batch)
 
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
         if cache is None:

@@ -5,7 +5,6 @@ one alone.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -14,12 +13,12 @@ from mlx_lm.models.cache import ArraysCache
 from kvant.bridge import hook
 from kvant.bridge.architectures import ONE_AT_A_TIME
 from kvant.bridge.layers import BridgedLayer, StepRows
-from kvant.bridge.probe import Attention, Entry, Model, as_text, caches_of, leaves_of, probe
+from kvant.bridge.probe import Attention, Entry, Model, as_text, caches_of, leaves_of
 from kvant.cache import ModelCache
 from kvant.cache.kv_format import LayerChoice
-from kvant.cache.layer_format import DTYPES, Arrays, LayerFormat, State, describe_formats
-from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
-from kvant.cache.pool import Pool, check_sizes, pool_bytes, single_rows, single_sizes
+from kvant.cache.layer_format import Arrays, LayerFormat, State, describe_formats
+from kvant.cache.options import CacheOptions
+from kvant.cache.pool import Pool, pool_bytes, single_rows
 from kvant.cache.pool_batch import PoolBatch
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.errors import ModelError
@@ -173,7 +172,7 @@ class BridgedCache(ModelCache):
     batch: BridgedBatch
 
     def __init__(self, pool: BridgedPool, kv_group_size: int, absent: Collection[int] = ()) -> None:
-        """``kv_group_size``: that was asked for. ``absent`` is as in :func:`make_model_cache`."""
+        """``kv_group_size``: that was asked for. ``absent`` is as in :func:`formats_of`."""
         super().__init__(pool)
         self._group = kv_group_size
         present = [entry for number, entry in enumerate(pool.entries) if number not in absent]
@@ -203,42 +202,6 @@ class BridgedCache(ModelCache):
                 if group != self._group
             ),
         ]
-
-
-def make_model_cache(
-    model: Model,
-    max_seq_len: int,
-    options: CacheOptions = DEFAULT_OPTIONS,
-    *,
-    found: Sequence[Entry] | None = None,
-    absent: Collection[int] = (),
-    make_cache: Callable[..., Any] | None = None,
-    **further: Any,
-) -> BridgedCache:
-    """A cache of mlx-lm's model for kvant's loop; errors as :func:`kvant.make_prompt_cache` has them.
-
-    Args:
-        found: by a probe of the model; None: it is probed.
-        absent: the numbers of the model's caches that hold nothing here, because another process computes
-            their layers. Offsets and masks are as in the others.
-        make_cache: makes another such cache for so many tokens; None: this function does.
-        further: arguments of the pool.
-    """
-    check_sizes(max_seq_len=max_seq_len)
-    found = probe(model) if found is None else found
-    dtype = next((leaf.dtype for leaf in leaves_of(found, Attention)), "F32")
-    if make_cache is None:
-        make_cache = partial(make_model_cache, model, options=options, found=found, absent=absent)
-    pool = reserve(
-        found,
-        single_sizes(max_seq_len),
-        options,
-        dtype=DTYPES[dtype],
-        make_cache=make_cache,
-        absent=absent,
-        **further,
-    )
-    return BridgedCache(pool, options.group_size, absent)
 
 
 def reserve(

@@ -1,4 +1,4 @@
-"""A model's caches and pools: their formats and bytes, and whether one is for this model."""
+"""The formats and bytes of a model's caches and pools."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,13 +6,9 @@ from itertools import repeat
 
 import mlx.core as mx
 
-from kvant.cache import KVCache, ModelCache
-from kvant.cache.identity import Identity
 from kvant.cache.kv_format import LayerChoice
-from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat, narrow_window
+from kvant.cache.layer_format import DTYPE_NAMES, LayerFormat
 from kvant.cache.options import CacheOptions
-from kvant.cache.pool_batch import PoolBatch
-from kvant.cache.prompt_file import PromptCacheFile, ReserveCache
 from kvant.errors import ContextError
 from kvant.models.config import ModelConfig
 from kvant.models.language_model import LanguageModelConfig
@@ -23,11 +19,6 @@ DEFAULT_RESERVATION = 4096  # tokens
 MAX_BITS = 32
 
 
-def default_reservation(config: LanguageModelConfig) -> int:
-    """Tokens where none are said, as mlx-lm calls ``make_cache``: the model's context, at most 4,096."""
-    return min(config.max_position_embeddings or DEFAULT_RESERVATION, DEFAULT_RESERVATION)
-
-
 def check_memory(max_seq_len: int, num_bytes: int) -> None:
     """Raise a ContextError unless this machine has the bytes that a cache of so many tokens needs."""
     if num_bytes > (memory := physical_memory()):
@@ -35,48 +26,6 @@ def check_memory(max_seq_len: int, num_bytes: int) -> None:
             f"a cache of {max_seq_len} tokens needs {format_bytes(num_bytes)}; this machine has "
             f"{format_bytes(memory)}"
         )
-
-
-def check_cache(
-    cache: Sequence[KVCache],
-    config: ModelConfig,
-    identity: Identity | None,
-    reserve_cache: ReserveCache,
-) -> ModelCache:
-    """The cache, or one made of a list of layers, or of a file. One that this model made is taken as it
-    is.
-    """
-    if isinstance(cache, PromptCacheFile):
-        cache = cache.loaded(reserve_cache)
-    if isinstance(cache, ModelCache) and cache.pool.made_for is config:
-        return cache
-    if len(cache) != config.num_hidden_layers:
-        raise ValueError(f"the cache has {len(cache)} layers; expected {config.num_hidden_layers}")
-    checked = ModelCache.of(cache)
-    if None not in (checked.pool.identity, identity) and checked.pool.identity != identity:
-        raise ValueError("the cache holds tokens of another model")
-    check_batch(checked.batch, config)
-    return checked
-
-
-def check_batch(batch: PoolBatch, config: ModelConfig) -> PoolBatch:
-    """The batch, if its pool is for such a model. One that this model made is taken as it is."""
-    if batch.pool.made_for is config:
-        return batch
-    formats = [layer.format for layer in batch.pool.layers]
-    if len(formats) != config.num_hidden_layers:
-        raise ValueError(f"the pool has {len(formats)} layers; expected {config.num_hidden_layers}")
-    for number, (own, window) in enumerate(zip(formats, config.windows, strict=True)):
-        given = (own.num_kv_heads, own.head_dim)
-        if given != (expected := (config.num_key_value_heads, config.head_dim)):
-            raise ValueError(
-                f"layer {number} of the pool has kv heads and a head_dim of {given}; expected {expected}"
-            )
-        if own.window != narrow_window(window, batch.pool.max_seq_len):
-            raise ValueError(
-                f"layer {number} of the pool has a window of {own.window}; the model's has {window}"
-            )
-    return batch
 
 
 def layer_choice(

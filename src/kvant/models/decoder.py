@@ -1,32 +1,22 @@
 """The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
-from kvant.cache import AttentionCache, KVCache, ModelCache
-from kvant.cache.identity import Identity
+from kvant.cache import AttentionCache
 from kvant.cache.layer_format import narrow_window
-from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions, check_cache_options
-from kvant.cache.pool import Pool, check_sizes, pool_bytes, single_sizes
+from kvant.cache.options import CacheOptions
+from kvant.cache.pool import Pool, pool_bytes
 from kvant.cache.pool_batch import PoolBatch
 from kvant.models.bias import ProjectionBias
-from kvant.models.caches import (
-    check_batch,
-    check_cache,
-    check_memory,
-    default_reservation,
-    layer_choice,
-    longest_sequence,
-    pool_format,
-)
+from kvant.models.cached_model import CachedModel
+from kvant.models.caches import check_memory, layer_choice, pool_format
 from kvant.models.config import ModelConfig
-from kvant.models.inputs import Cached, Offset, check_ids, check_offset, check_shape
-from kvant.models.language_model import CacheMaker
+from kvant.models.inputs import Cached, Offset, check_offset, check_shape
 from kvant.models.matrix import Linear, Matrix
 from kvant.models.mlp import MLP, Experts
 from kvant.operators.attention import attend_tokens
@@ -150,54 +140,24 @@ class DecoderParts:
     slices: tuple[range, range]  # numbers of the layers and of the key and value heads in the whole model
 
 
-class Decoder(CacheMaker):
+class Decoder(CachedModel):
     """A :class:`kvant.models.LanguageModel` of one of :data:`kvant.models.architectures.ARCHITECTURES`."""
 
     all_windows: Sequence[int | None] = ()  # of the whole model's layers, if these are a rank's alone
+    config: ModelConfig
     feeds_last_token_separately = False
-    divided = False  # other ranks hold a part of the model, and of its caches
 
     def __init__(self, parts: DecoderParts) -> None:
         """``parts``: with both ends of the model."""
         assert parts.embed_tokens is not None
         assert parts.norm is not None
-        self.config, self.dtype, self.layers = parts.config, parts.dtype, parts.layers
-        self.identity: Identity | None = None
+        super().__init__(parts.config, parts.dtype)
+        self.layers = parts.layers
         self._slices = parts.slices
         self._rotary = self.config.rope.rotary(self.config.head_dim)
-        self._embed_tokens, self._norm, self._lm_head = parts.embed_tokens, parts.norm, parts.lm_head
-
-    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """Logits of every position; the step is committed.
-
-        Args:
-            inputs: (B, S) token ids: S new tokens of each of B sequences.
-            offset: tokens already in the cache: an int where all sequences have as many, or an integer array
-                (B,). It can only confirm the cache's own count, which None takes.
-            cache: from :meth:`make_cache`, or a batch of a pool from :meth:`make_pool`, appended to; None:
-                plain causal attention, nothing kept.
-
-        Returns:
-            (B, S, vocab) in the compute dtype.
-
-        Raises:
-            ValueError: an offset that disagrees with the cache, a cache of other depth, ids that are not (B,
-                S) or not in the vocabulary.
-            ContextError: more tokens than the cache has room for.
-            RuntimeError: another thread uses the cache, or this process was forked from one that had loaded a
-                model.
-        """
-        check_process()
-        check_ids(inputs, self.config.vocab_size)
-        if cache is None:
-            return self.logits(self.hidden_states(inputs, offset))
-        batch = self._checked(cache)
-        with batch.lock:
-            hidden = self.hidden_states(inputs, offset, batch)
-            if threading.active_count() > 1:  # computed while no other thread may write to the cache
-                mx.eval(hidden)
-            batch.commit()
-        return self.logits(hidden)
+        self._embed_tokens = parts.embed_tokens
+        self._norm = parts.norm
+        self._lm_head = parts.lm_head
 
     def hidden_states(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
@@ -205,18 +165,21 @@ class Decoder(CacheMaker):
         As :meth:`__call__`, but the step is left for ``cache.commit``, and ids are not looked at: one outside
         the vocabulary would be read out of bounds.
         """
-        return self.states(inputs, *self.begin(inputs, offset, cache))
-
-    def begin(
-        self, inputs: mx.array, offset: Offset = None, cache: Cached = None
-    ) -> tuple[int | mx.array, Caches]:
-        """Begin a step, as :meth:`hidden_states` does. Returns what :meth:`states` takes beside the ids."""
         check_shape(inputs)
+        if offset is not None:
+            check_offset(offset, (0,) * len(inputs) if cache is None else self._batch(cache).lengths)
+        return self.states(inputs, *self.begin(inputs, cache))
+
+    def _outputs(self, inputs: mx.array, cache: PoolBatch | None) -> mx.array:
+        return self.hidden_states(inputs, cache=cache)
+
+    def begin(self, inputs: mx.array, cache: Cached) -> tuple[int | mx.array, Caches]:
+        """Begin a step, as :meth:`hidden_states` does. Returns what :meth:`states` takes beside the ids."""
         if cache is None:
-            check_offset(offset, (0,) * inputs.shape[0])
             return 0, [None] * len(self.layers)
-        batch = self._checked(cache)
-        check_offset(offset, batch.lengths)
+        batch = cache if isinstance(cache, PoolBatch) else self._batch(cache)
+        if batch.pool.made_for is not self.config:  # else this model made it
+            self.check_pool(batch.pool)
         lengths = batch.begin(inputs)
         # In a shared pool it is always an array: a token's logits must not depend on the lengths of other
         # sequences.
@@ -244,39 +207,31 @@ class Decoder(CacheMaker):
             x = layer(x, rotate, cache)
         return x
 
-    def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
-        return check_cache(cache, self.config, self.identity, self.reserve_cache)
+    def check_pool(self, pool: Pool) -> None:
+        name = "cache" if pool.single else "pool"
+        formats = [layer.format for layer in pool.layers]
+        if len(formats) != len(self.layers):
+            raise ValueError(f"the {name} has {len(formats)} layers; expected {len(self.layers)}")
+        expected = (self.config.num_key_value_heads, self.config.head_dim)
+        for number, (own, window) in enumerate(zip(formats, self.config.windows, strict=True)):
+            given = (own.num_kv_heads, own.head_dim)
+            if given != expected:
+                raise ValueError(
+                    f"layer {number} of the {name} has kv heads and a head_dim of {given}; "
+                    f"expected {expected}"
+                )
+            if own.window != narrow_window(window, pool.max_seq_len):
+                raise ValueError(
+                    f"layer {number} of the {name} has a window of {own.window}; the model's has {window}"
+                )
 
-    def _checked(self, cache: Sequence[KVCache] | PoolBatch) -> PoolBatch:
-        if isinstance(cache, PoolBatch):
-            return check_batch(cache, self.config)
-        return self.check_cache(cache).batch
-
-    def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
-        if max_seq_len is None:
-            max_seq_len = default_reservation(self.config)
-        return ModelCache(self.make_pool(**single_sizes(max_seq_len), options=options))
-
-    def make_pool(
-        self,
-        tokens: int,
-        *,
-        sequences: int,
-        max_seq_len: int | None = None,
-        prefill_step_size: int = 512,
-        single: bool = False,
-        options: CacheOptions = DEFAULT_OPTIONS,
-    ) -> Pool:
-        check_process()
-        check_cache_options(options)
-        given = {"max_seq_len": max_seq_len or 1} if single else {"tokens": tokens}
-        check_sizes(**given, sequences=sequences, prefill_step_size=prefill_step_size)
-        max_seq_len = longest_sequence(self.config, tokens, max_seq_len)
-        biases = [layer.self_attn.qkv_bias if options.bias_split else None for layer in self.layers]
-        layer_numbers, head_numbers = self._slices
+    def _new_pool(self, sizes: Mapping[str, Any], options: CacheOptions, **further: Any) -> Pool:
+        max_seq_len = sizes["max_seq_len"]
         if options.kv_format is not None:
             options.kv_format.check(self.identity, len(self.all_windows) or len(self.layers))
         options = options.fitted(self.config.head_dim)
+        biases = [layer.self_attn.qkv_bias if options.bias_split else None for layer in self.layers]
+        layer_numbers, head_numbers = self._slices
         formats = [
             pool_format(
                 self.config,
@@ -292,15 +247,7 @@ class Decoder(CacheMaker):
                 layer_numbers, self.layers, biases, self.config.windows, strict=True
             )
         ]
-        sizes: dict[str, Any] = {
-            "tokens": tokens,
-            "sequences": sequences,
-            "max_seq_len": max_seq_len,
-            "prefill_step_size": prefill_step_size,
-            "checkpoints": options.checkpoints,
-            "single": single,
-        }
-        check_memory(tokens, pool_bytes(formats, **sizes))
+        check_memory(sizes["tokens"], pool_bytes(formats, **sizes, checkpoints=options.checkpoints))
         splits = [None if bias is None else bias.split(self.config, max_seq_len) for bias in biases]
         transforms = []
         for number, split in zip(layer_numbers, splits, strict=True):
@@ -310,16 +257,14 @@ class Decoder(CacheMaker):
             formats,
             transforms,
             **sizes,
-            make_cache=partial(self.reserve_cache, options=options),
-            identity=self.identity,
+            **further,
+            checkpoints=options.checkpoints,
             kernels=options.kernels,
+            has_tails=options.any_tail,
             dtype=self.dtype,
             num_heads=self.config.num_attention_heads,
             windows=[narrow_window(window, max_seq_len) for window in self.all_windows],
-            made_for=self.config,
             rotary=self._rotary,
-            divided=self.divided,
-            has_tails=options.any_tail,
         )
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
@@ -327,9 +272,6 @@ class Decoder(CacheMaker):
 
     def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self.logits(self.hidden_states(inputs, cache=cache)[:, -1])
-
-    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self.logits(self.hidden_states(inputs, cache=cache))
 
     def logits(self, hidden_states: mx.array) -> mx.array:
         """(..., hidden) -> (..., vocab)."""

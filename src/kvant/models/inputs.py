@@ -18,13 +18,13 @@ def check_shape(inputs: mx.array) -> None:
 
 
 def check_ids(inputs: mx.array, vocab_size: int) -> None:
-    """Raise a ValueError unless ``inputs`` are token ids of a vocabulary."""
+    """Raise a ValueError unless ``inputs`` are token ids (B, S) of a vocabulary."""
+    check_shape(inputs)
     if not mx.issubdtype(inputs.dtype, mx.integer):
         raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
-    if inputs.size:
-        low, high = inputs.min().item(), inputs.max().item()
-        if low < 0 or high >= vocab_size:  # type: ignore[operator]
-            raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
+    low, high = inputs.min().item(), inputs.max().item()
+    if low < 0 or high >= vocab_size:  # type: ignore[operator]
+        raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
 
 
 def check_offset(offset: Offset, lengths: tuple[int, ...]) -> None:

@@ -131,7 +131,7 @@ class LanguageModel(CacheMaker, Protocol):
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Logits (B, S, vocab) of every position of (B, S) ids. The step is committed; see
-        :class:`Decoder`.
+        :meth:`kvant.models.cached_model.CachedModel.__call__`.
         """
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:

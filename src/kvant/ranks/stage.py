@@ -12,11 +12,9 @@ from kvant.cache.pool_batch import PoolBatch
 from kvant.models.checkpoint import Progress, load_part
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Decoder, DecoderParts
-from kvant.models.inputs import Cached, Offset, check_ids
 from kvant.models.matrix import DenseMatrix
 from kvant.operators.normalization import rms_norm
 from kvant.ranks.group import Ranks
-from kvant.threads import check_process
 
 
 class StageDecoder(Decoder):
@@ -37,32 +35,24 @@ class StageDecoder(Decoder):
         super().__init__(replace(parts, embed_tokens=parts.embed_tokens or DenseMatrix(nothing), norm=norm))
         self.ranks, self.all_windows = ranks, tuple(all_windows)
 
-    def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        check_process()
-        check_ids(inputs, self.config.vocab_size)
-        result = self._computed(inputs, offset, cache, wanted=inputs.shape[1])
-        if cache is not None:
-            self._checked(cache).commit()
-        return result
+    def _outputs(self, inputs: mx.array, cache: PoolBatch | None) -> mx.array:
+        return self._normalized(self._passed(inputs, cache, wanted=inputs.shape[1]))
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         # Nothing comes back to rank 0: it can go on while others compute.
-        return [self._passed(inputs, None, cache, wanted=0)]
+        return [self._passed(inputs, cache, wanted=0)]
 
     def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self._computed(inputs, None, cache, wanted=1)[:, -1]
+        return self.logits(self._normalized(self._passed(inputs, cache, wanted=1)))[:, -1]
 
-    def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self._computed(inputs, None, cache, wanted=inputs.shape[1])
+    def logits(self, hidden_states: mx.array) -> mx.array:
+        """(..., hidden) -> (..., vocab) on rank 0; elsewhere what was sent."""
+        return hidden_states if self.ranks.rank else super().logits(hidden_states)
 
-    def _computed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
-        """As :meth:`_passed`; on rank 0 the logits of what came back."""
-        passed = self._passed(inputs, offset, cache, wanted=wanted)
-        return (
-            passed if self.ranks.rank else self.logits(rms_norm(passed, self._norm, self.config.rms_norm_eps))
-        )
+    def _normalized(self, passed: mx.array) -> mx.array:
+        return passed if self.ranks.rank else rms_norm(passed, self._norm, self.config.rms_norm_eps)
 
-    def _passed(self, inputs: mx.array, offset: Offset, cache: Cached, *, wanted: int) -> mx.array:
+    def _passed(self, inputs: mx.array, cache: PoolBatch | None, *, wanted: int) -> mx.array:
         """Take a step of (B, S) ids through this rank's layers; the last ``wanted`` positions go back to rank
         0.
 
@@ -70,7 +60,7 @@ class StageDecoder(Decoder):
         """
         ranks = self.ranks
         rank, last = ranks.rank, ranks.size - 1
-        start, caches = self.begin(inputs, offset, cache)
+        start, caches = self.begin(inputs, cache)
         B, S = inputs.shape
         hidden = self.config.hidden_size
         if rank:
