@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -90,6 +91,49 @@ def attend_few(
     return in_blocks(attend_some, query, T, block=block, causal=is_causal).astype(dtype)
 
 
+class SingleQueries(NamedTuple):
+    """N queries of B sequences, in float32, that attend one at a time on a CPU. Unchecked.
+
+    Each has the numbers it has alone: a product of several, or with more keys, would be summed in another
+    order. So it takes a product of its own with its keys, for all query heads of a kv head (MLX's attention
+    takes one for each query head). Everything else is done for all at once.
+
+    Attributes:
+        scaled: (N * B, K, H/K, D), by 1 / sqrt(D).
+        each: the same, in N arrays.
+        weights: (N * B, K, H/K, 2P) of :func:`kvant.operators.bias_split.bias_weights`; None: no keys' bias
+            is split off.
+        each_weights: the same, in N arrays.
+        rotation: (2P, positions), with them.
+    """
+
+    scaled: mx.array
+    each: Sequence[mx.array]
+    weights: mx.array | None = None
+    each_weights: Sequence[mx.array] = ()
+    rotation: mx.array | None = None
+
+
+def single_queries(query: mx.array, num_kv_heads: int, bias_split: BiasSplit | None) -> SingleQueries:
+    """Prepare queries (N, B, H, D)."""
+    N, B, H, D = query.shape
+    scaled = (query * (1 / math.sqrt(D))).reshape(N * B, num_kv_heads, H // num_kv_heads, D)
+    each = [*mx.split(scaled, N)]
+    if bias_split is None or not bias_split.pairs:
+        return SingleQueries(scaled, each)
+    weights = bias_weights(query.reshape(N * B, H, 1, D), bias_split).squeeze(3)
+    rotation = bias_split.rotation.flatten(0, 1)
+    return SingleQueries(scaled, each, weights, [*mx.split(weights, N)], rotation)
+
+
+def single_scores(queries: SingleQueries, number: int, key: mx.array, first: int) -> mx.array:
+    """Return the scores (B, K, H/K, T) of one query with keys (B, K, T, D) from position ``first`` on."""
+    scores = queries.each[number] @ key.swapaxes(-1, -2)
+    if queries.rotation is not None:
+        scores = scores + queries.each_weights[number] @ queries.rotation[:, first : first + key.shape[2]]
+    return scores
+
+
 def attend_singly(
     query: mx.array,
     tokens: Sequence[tuple[mx.array, mx.array]],
@@ -99,11 +143,7 @@ def attend_singly(
     first: Sequence[int] | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of N queries, each to tokens of its own, in float32, on a CPU. Unchecked.
-
-    Each has the numbers it has alone: a product of several, or with more keys, would be summed in another
-    order. So it takes two products and a softmax, for all query heads of a kv head (MLX's attention takes one
-    for each query head). Everything else is done for all at once.
+    """Attention of N queries, each to tokens of its own: :class:`SingleQueries`.
 
     Args:
         query: (N, B, H, D).
@@ -115,20 +155,13 @@ def attend_singly(
     Returns:
         (N, B, H, Dv).
     """
-    N, B, H, D = query.shape
+    N, B, H, _ = query.shape
     K = tokens[0][0].shape[1]
     bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     if bias is not None and sinks is not None:  # as in attend_tokens
         tokens, bias = [(key, value + bias) for key, value in tokens], None
-    queries = mx.split((query * (1 / math.sqrt(D))).reshape(N * B, K, H // K, D), N)
-    # (B, K, H/K, T)
-    scores = [own @ key.swapaxes(-1, -2) for own, (key, _) in zip(queries, tokens, strict=True)]
-    if bias_split is not None and bias_split.pairs:
-        # (B, K, H/K, 2P)
-        factors = mx.split(bias_weights(query.reshape(N * B, H, 1, D), bias_split).squeeze(3), N)
-        table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
-        of_each = zip(scores, factors, first or [0] * N, strict=True)
-        scores = [score + own @ table[:, at : at + score.shape[-1]] for score, own, at in of_each]
+    queries = single_queries(query, K, bias_split)
+    scores = [single_scores(queries, n, key, first[n] if first else 0) for n, (key, _) in enumerate(tokens)]
     alive = None
     if masks is not None:
         by_kv_head = [mask_by_kv_head(mask, K).squeeze(3) for mask in masks]

@@ -1,7 +1,6 @@
 """Unfused attention to quantized tokens and an exact tail (:mod:`kvant.operators.exact_rows`). Unchecked."""
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -10,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.operators.attention import attend_tokens
-from kvant.operators.bias_split import BiasSplit, bias_weights
+from kvant.operators.bias_split import BiasSplit
+from kvant.operators.cpu_attention import SingleQueries, single_queries, single_scores
 from kvant.operators.exact_rows import TAIL_ROWS, TAIL_WINDOW, ExactRows, ExactTail
 from kvant.operators.exponential import softmax_parts
 from kvant.operators.masks import both_masks
@@ -44,85 +44,110 @@ def attend_few_exactly(
     """
     B, H, S, D = query.shape
     K = arrays[0].shape[1]
-    # The quantized tokens that each sequence's queries read: from a position on, and up to one.
-    first = [max(rows.first[b], exact.rows.sinks[b]) for b in range(B)]
-    last = [exact.rows.tail_start(b, rows.ends(b) - 1) for b in range(B)]
-    runs = [
-        cut_runs(own, first[b] - rows.first[b], last[b] - rows.first[b]) for b, own in enumerate(rows.runs)
-    ]
-    keys, values = None, None
-    if not any(runs):
+    tokens = _read_quantized(arrays, rows, exact.rows, quant_bit=quant_bit, value_bit=value_bit, key_dim=D)
+    if tokens is None:
         query = _after_writes(query, arrays)
-    else:
-        keys, values = read_rows(
-            arrays,
-            [run for own in runs for run in own],
-            quant_bit=quant_bit,
-            value_bit=value_bit,
-            key_dim=D,
-            dtype=mx.float32,
-            copy=quant_bit > 0,
-        )
-    columns = [0, *accumulate(max(0, stop - start) for start, stop in zip(first, last, strict=True))]
-    value_bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
-    has_bias_scores = bias_split is not None and bool(bias_split.pairs)
-    # With learned sinks each weight takes its bias along, as in attend_tokens.
-    of_values = value_bias if sinks is not None else None
-    queries = query.swapaxes(1, 2).reshape(B * S, H, 1, D).astype(mx.float32)
-    scaled = (queries * (1 / math.sqrt(D))).reshape(B * S, K, H // K, D)
     # (B, K, TAIL_ROWS, D) -> (B, 1, K, TAIL_ROWS, D)
     page_keys, page_values = (own[:, None] for own in exact.read_pages(mx.float32, D))
-    # (B, S, K, H/K, TAIL_ROWS)
-    page_scores = scaled.reshape(B, S, K, H // K, D) @ page_keys.swapaxes(-1, -2)
-    page_scores = page_scores + exact.rows.hidden(S, rows.window)
-    factors: list[mx.array] = []
-    table = None
-    if has_bias_scores:
-        assert bias_split is not None
-        weights = bias_weights(queries, bias_split).squeeze(3)  # (B * S, K, H/K, 2P)
-        factors = [*mx.split(weights, B * S)]
-        table = bias_split.rotation.flatten(0, 1)  # (2P, positions)
-        page_table = mx.take(table, exact.rows.positions, axis=1)  # (2P, B, TAIL_ROWS)
-        page_table = page_table.swapaxes(0, 1)[:, None, None]
-        page_scores = page_scores + weights.reshape(B, S, K, H // K, -1) @ page_table
-    singles = mx.split(scaled, B * S)
-    read_exactly = mx.split(page_scores.reshape(B * S, K, H // K, -1), B * S)
+    value_bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
+    if value_bias is not None and sinks is not None:  # as in attend_singly
+        page_values = page_values + value_bias
+        if tokens is not None:
+            keys, values, shifts = tokens
+            tokens = keys, values + value_bias, shifts
+        value_bias = None
+    # (B, H, S, D) -> (B, S, H, D) -> (B * S, 1, H, D)
+    singles = query.swapaxes(1, 2).reshape(B * S, 1, H, D).astype(mx.float32)
+    queries = single_queries(singles, K, bias_split)
+    page_scores = _page_scores(queries, page_keys, exact.rows, S, rows.window)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
-    tokens = None if keys is None or values is None else (keys, values)
-    if tokens is not None and of_values is not None:
-        tokens = tokens[0], tokens[1] + of_values
     outputs: list[mx.array | None] = []
-    exact_weights: list[mx.array] = []
+    page_weights: list[mx.array] = []
     sums: list[mx.array | None] = []
-    for number, scores in enumerate(read_exactly):
+    for number, scores in enumerate(mx.split(page_scores, B * S)):
         b, i = divmod(number, S)
-        position = rows.ends(b) - S + i
-        begin = rows.first[b] if rows.window is None else max(rows.first[b], position + 1 - rows.window)
-        begin = max(begin, exact.rows.sinks[b])
-        count = max(0, exact.rows.tail_start(b, position) - begin)
+        first, count = _quantized_span(rows, exact.rows, b, rows.ends(b) - S + i)
         seen_values = None
         if tokens is not None and count:
-            start = columns[b] + begin - first[b]
-            more = singles[number] @ tokens[0][:, :, start : start + count].swapaxes(-1, -2)
-            if table is not None:
-                more = more + factors[number] @ table[:, begin : begin + count]
+            keys, values, shifts = tokens
+            part = slice(first + shifts[b], first + shifts[b] + count)
+            seen_values = values[:, :, part]
+            more = single_scores(queries, number, keys[:, :, part], first)
             scores = mx.concatenate([more, scores], axis=-1)
-            seen_values = tokens[1][:, :, start : start + count]
         if column is not None:
             scores = mx.concatenate([scores, column], axis=-1)
-        own_weights, own_sum = softmax_parts(scores)
-        sums.append(own_sum)
-        outputs.append(None if seen_values is None else own_weights[..., :count] @ seen_values)
-        exact_weights.append(own_weights[..., count : count + TAIL_ROWS])
-    page_values = page_values if of_values is None else page_values + of_values
-    joined = mx.concatenate(exact_weights).reshape(B, S, K, H // K, -1)
-    output = (joined @ page_values).reshape(B * S, K, H // K, -1)
-    output = output + _joined(outputs, 0.0)
-    if any(own is not None for own in sums):
+        weights, total = softmax_parts(scores)
+        sums.append(total)
+        outputs.append(None if seen_values is None else weights[..., :count] @ seen_values)
+        page_weights.append(weights[..., count : count + TAIL_ROWS])
+    joined = mx.concatenate(page_weights).reshape(B, S, K, H // K, -1)
+    output = (joined @ page_values).reshape(B * S, K, H // K, -1) + _joined(outputs, 0.0)
+    if any(total is not None for total in sums):
         output = output / _joined(sums, 1.0)
-    if value_bias is not None and of_values is None:
+    if value_bias is not None:
         output = output + value_bias
     return output.reshape(B, S, H, -1).swapaxes(1, 2).astype(query.dtype)
+
+
+def _read_quantized(
+    arrays: Sequence[mx.array],
+    rows: PagedRows,
+    exact: ExactRows,
+    *,
+    quant_bit: int,
+    value_bit: int,
+    key_dim: int,
+) -> tuple[mx.array, mx.array, list[int]] | None:
+    """Read the tokens that queries read as they are quantized, those of all sequences behind one another.
+
+    Returns:
+        keys (1, K, T, D) and values (1, K, T, Dv), float32, and for each sequence what a position and its
+        column differ by. None: all that queries read is exact.
+    """
+    runs = []
+    shifts = []
+    T = 0
+    for b, own in enumerate(rows.runs):
+        first = max(rows.first[b], exact.sinks[b])
+        end = max(first, exact.tail_start(b, rows.ends(b) - 1))
+        runs += cut_runs(own, first - rows.first[b], end - rows.first[b])
+        shifts.append(T - first)
+        T += end - first
+    if not runs:
+        return None
+    keys, values = read_rows(
+        arrays,
+        runs,
+        quant_bit=quant_bit,
+        value_bit=value_bit,
+        key_dim=key_dim,
+        dtype=mx.float32,
+        copy=quant_bit > 0,
+    )
+    return keys, values, shifts
+
+
+def _quantized_span(rows: PagedRows, exact: ExactRows, sequence: int, position: int) -> tuple[int, int]:
+    """Return the first position that the query at a position reads as it is quantized, and how many."""
+    seen = 0 if rows.window is None else position + 1 - rows.window
+    first = max(rows.first[sequence], exact.sinks[sequence], seen)
+    return first, max(0, exact.tail_start(sequence, position) - first)
+
+
+def _page_scores(
+    queries: SingleQueries, page_keys: mx.array, exact: ExactRows, new_tokens: int, window: int | None
+) -> mx.array:
+    """Return the scores (B * S, K, H/K, TAIL_ROWS) of each query with its sequence's page of exact keys
+    (B, 1, K, TAIL_ROWS, D).
+    """
+    scaled = queries.scaled.reshape(len(page_keys), new_tokens, *queries.scaled.shape[1:])
+    scores = scaled @ page_keys.swapaxes(-1, -2)  # (B, S, K, H/K, TAIL_ROWS)
+    scores = scores + exact.hidden(new_tokens, window)
+    if queries.weights is not None and queries.rotation is not None:
+        weights = queries.weights.reshape(*scores.shape[:-1], -1)  # (B, S, K, H/K, 2P)
+        table = mx.take(queries.rotation, exact.positions, axis=1)  # (2P, B, TAIL_ROWS)
+        scores = scores + weights @ table.swapaxes(0, 1)[:, None, None]
+    return scores.flatten(0, 1)
 
 
 def _joined(parts: Sequence[mx.array | None], absent: float) -> mx.array | float:
