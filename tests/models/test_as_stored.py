@@ -27,8 +27,8 @@ from kvant.errors import CheckpointError
 from kvant.models import load_decoder
 from kvant.models.as_stored import open_folder
 from kvant.models.checkpoint import load_part
-from kvant.models.share import shares
 from kvant.plan import plan, read_folder
+from kvant.ranks.shares import shares
 
 IDS = [5, 290, 17, 3, 88, 141, 60, 7, 299, 1, 44, 230]
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"

@@ -32,11 +32,11 @@ from kvant.machine import Machine
 from kvant.models import Decoder, load_decoder
 from kvant.models.checkpoint import load_part
 from kvant.models.decoder import DecoderParts
-from kvant.models.share import shares
 from kvant.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
 from kvant.plan.ranks import deal
 from kvant.ranks.bridged_stage import load_bridged_stage
 from kvant.ranks.group import Ranks
+from kvant.ranks.shares import shares
 from kvant.tools.bench.shapes import Shape, write_random
 
 WIDEST = 2.5  # of the measured peak: a rank that waits holds less of what MLX has queued

@@ -32,7 +32,6 @@ MARKS = {
         models/test_formats.py
         models/test_golden.py::test_logits_are_transformers
         models/test_matrix.py::test_every_format_shape_and_way
-        models/test_share.py::test_only_the_share_is_read
         operators/test_exact_rows.py::test_long_contexts_of_every_length
         operators/test_exact_rows.py::test_tiles_of_every_length
         operators/test_pmx.py::test_against_the_oracle
@@ -42,6 +41,7 @@ MARKS = {
         ranks/test_divided.py::test_a_ranks_cache
         ranks/test_divided.py::test_logits
         ranks/test_divided.py::test_what_a_token_sends
+        ranks/test_shares.py::test_only_the_share_is_read
         server/test_interfaces.py::test_a_forced_call_that_is_cut_is_no_text
         text/test_tokenizer.py::test_ids_and_text
         tools/bench/test_shapes.py
@@ -224,8 +224,6 @@ SAMPLES = """
     models/test_golden.py::test_logits_are_transformers[qwen3 yarn]
     models/test_golden.py::test_logits_are_transformers[qwen3-moe default]
     models/test_golden.py::test_logits_are_transformers[smollm3 default]
-    models/test_share.py::test_only_the_share_is_read[llama-config1-4-stacked]
-    models/test_share.py::test_only_the_share_is_read[moe, each-config4-0-each]
     operators/kernels/test_dispatch.py::test_the_operator_is_the_oracle_s_either_way[changes0-8]
     operators/kernels/test_probe.py::test_the_kernel_itself_is_right_on_the_host
     operators/test_exact_rows.py::test_tiles_of_every_length[110-18]
@@ -243,6 +241,8 @@ SAMPLES = """
     ranks/test_divided.py::test_logits[2-qwen2]
     ranks/test_divided.py::test_what_a_token_sends[2-pipeline]
     ranks/test_divided.py::test_what_a_token_sends[2-qwen2]
+    ranks/test_shares.py::test_only_the_share_is_read[llama-config1-4-stacked]
+    ranks/test_shares.py::test_only_the_share_is_read[moe, each-config4-0-each]
     server/test_interfaces.py::test_a_forced_call_that_is_cut_is_no_text[messages]
     text/test_tokenizer.py::test_ids_and_text[llama2]
     text/test_tokenizer.py::test_ids_and_text[llama3]

@@ -71,7 +71,7 @@ def load_part(
     """Load what one rank has of a model folder, as :func:`load_decoder`; nothing else of it is read.
 
     Args:
-        share: of :func:`kvant.models.share.shares`; None: all of each layer.
+        share: of :func:`kvant.ranks.shares.shares`; None: all of each layer.
         layers: numbers of the rank's layers; None: all.
         embedding, head: it embeds tokens; it has the output head and the norm before it.
         all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an

@@ -40,8 +40,8 @@ class BridgedCheckpoint:
     def __init__(self, raw: Mapping[str, Any], config: BridgedConfig, make: "Callable[[], Module]") -> None:
         """``make``: the lazy module, with parameters as they are stored."""
         from kvant.bridge.folder import build, compute_in_float32, describe_formats, main_dtype
-        from kvant.bridge.layer_list import list_layers
         from kvant.bridge.probe import probe
+        from kvant.ranks.layer_list import list_layers
 
         def module(on_cpu: bool) -> "Module":
             made = make()

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from kvant.errors import ModelError
 from kvant.machine import Device, Machine
-from kvant.models.share import shares
 from kvant.plan.bridged import BridgedCheckpoint
 from kvant.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, MemoryPlan, Settings
 from kvant.plan.needs import Needs, needs
 from kvant.plan.planner import LongestContext, longest, longest_context, plan, planner, process_bytes
 from kvant.plan.stored import Checkpoint, Loading
+from kvant.ranks.shares import shares
 
 # "pipeline": each rank has layers of the model, one after the other. "tensor": heads and features of every
 # layer.

@@ -24,13 +24,13 @@ from mlx.nn.layers.base import Module
 
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.folder import Progress, check_bridged, evaluate, main_dtype
-from kvant.bridge.layer_list import LayerList, Own, list_layers, redirect
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
 from kvant.bridge.pool import BridgedBatch
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import CheckpointError, ModelError
 from kvant.ranks.group import Ranks
+from kvant.ranks.layer_list import LayerList, Own, list_layers, redirect
 from kvant.sizes import format_bytes, physical_memory
 from kvant.threads import check_process
 

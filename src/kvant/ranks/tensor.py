@@ -21,8 +21,9 @@ from kvant.models.as_stored import open_folder
 from kvant.models.bias import ProjectionBias, split_pairs
 from kvant.models.checkpoint import Progress, load_part
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts, Pair
-from kvant.models.share import Share, shares
+from kvant.models.share import Share
 from kvant.ranks.group import Ranks
+from kvant.ranks.shares import shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from support.counts import count
 from support.tiny_models import CONFIGS
 
 from kvant.bridge.architectures import ALLOWED, NEEDS_METAL
-from kvant.bridge.layer_list import list_layers
 from kvant.errors import ModelError
+from kvant.ranks.layer_list import list_layers
 
 ORDER, MORE = "they are not called once each, in their order", "its layers exchange more than hidden states"
 COMPUTED = "mlx-lm's class computes a layer while it is called"

@@ -33,8 +33,9 @@ from support.hostile import one_line
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
 from kvant.models.checkpoint import check_folder, load_part
-from kvant.models.share import local_config, shares
+from kvant.models.share import everything, local_config
 from kvant.models.tensors import Part, TensorFiles
+from kvant.ranks.shares import shares
 
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
 
@@ -145,6 +146,13 @@ def test_shares_of_many_shapes() -> None:
 
 
 MOE = qwen3_moe_config(moe_intermediate_size=64, quantization={"group_size": 64, "bits": 4})
+
+
+@pytest.mark.parametrize("config", [_config(4, 2), ModelConfig.from_dict(MOE)], ids=["dense", "experts"])
+def test_one_process_has_the_share_of_a_single_rank(config: ModelConfig) -> None:
+    assert [everything(config).share] == shares(config, 1)
+
+
 REFUSED: list[tuple[ModelConfig, int, str]] = [
     (_config(4, 2), 5, "4 query heads: each needs one"),
     (
