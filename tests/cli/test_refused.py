@@ -106,7 +106,7 @@ USAGE = [
     ("plan --ranks 1", "--ranks is 1; expected 2 to 256"),
     ("plan --hostfile hosts --memory 1GB,1GB,1GB", "--memory has 3 sizes for 2 machines"),
     ("plan --hostfile hosts --ranks 2", "--ranks is 2, and --hostfile names the machines"),
-    ("plan --hostfile no/such", "--hostfile: "),
+    ("plan --hostfile no/such", "--hostfile is no/such, which is no host file: "),
     ("plan --parallel tensor", "--parallel tensor divides a model among ranks"),
     ("plan --parallel both --ranks 2", "--parallel is 'both'"),
     ("plan --draft-model pocket --ranks 2", "several ranks draft from prompt and answer alone"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.launch import free_ports
+from kvant.ranks.launcher import free_ports
 
 SRC = Path(__file__).parents[2] / "src"
 

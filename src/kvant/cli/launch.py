@@ -2,36 +2,23 @@
 
 import array
 import fcntl
-import json
 import os
-import random
-import select
-import signal
-import socket
 import sys
 import termios
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from subprocess import CalledProcessError, Popen, TimeoutExpired
-from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvant.cli import interrupts
 from kvant.cli.defaults import BadValueError
-from kvant.cli.ranks import COMMANDS, LAUNCHER
-from kvant.errors import EXIT_INTERRUPTED, KvantError, did_you_mean, one_line
-from kvant.files import read_user_file
+from kvant.cli.ranks import COMMANDS
+from kvant.errors import did_you_mean
+from kvant.ranks.environment import LAUNCHER
+from kvant.ranks.launcher import free_ports, read_hosts, run_launcher
 
-MAX_RANKS, MAX_HOSTS_BYTES = 64, 2**20
-# Below those that a system gives to connections: one of any process could take a rank's port before it
-# listens there, and a rank's own, to a neighbour that is not there yet, could meet itself.
-PORTS = range(10_000, 32_000)
-STOPPED_S = 2.0  # for a rank to end by a signal that a stopped one does not get
-LOOK_S = 0.1
+MAX_RANKS = 64
 # As the console script starts: before the package loads libraries Ctrl-C is taken over, and the folder that
 # the command runs in is not searched for modules.
 START = ("-P", "-c", "from kvant_command import main; main()")
@@ -96,98 +83,15 @@ def launch(
     given = {"repeat-hosts": ranks, "hostfile": hostfile, "backend": backend, "starting-port": starting_port}
     flags = [f"--{name}={value}" for name, value in (given | {"cwd": cwd}).items() if value is not None]
     flags += [f"--env={text}" for text in env or []]
-    codes = _run(
-        [*flags, f"--python={python or sys.executable}", "--", *START, *words], talks=words[0] == "chat"
-    )
+    arguments = [*flags, f"--python={python or sys.executable}", "--", *START, *words]
+    try:
+        with interrupts.patient():
+            codes = run_launcher(arguments, talks=words[0] == "chat")
+    except ValueError as error:  # MLX's, of a flag
+        raise BadValueError(str(error)) from error
     first = codes.get(0, 1)
     if code := 128 - first if first < 0 else first or int(any(codes.values())):
         raise typer.Exit(code)
-
-
-def read_hosts(path: Path) -> list[str]:
-    try:
-        raw = json.loads(read_user_file(path, MAX_HOSTS_BYTES))
-        names = [host["ssh"] for host in (raw["hosts"] if isinstance(raw, dict) else raw)]
-    except (KvantError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BadValueError(f"--hostfile: {path} is no host file: {one_line(error)}") from error
-    for rank, name in enumerate(names):
-        if not isinstance(name, str) or not name or name[0] == "-" or not name.isprintable():
-            raise BadValueError(
-                f"--hostfile: {path}: rank {rank}: ssh is {name!r:.80}; expected a host's name"
-            )
-    return names
-
-
-def free_ports(count: int) -> int:
-    """Give the first of so many ports in a row that nobody uses, drawn so that two runs at once do not
-    meet.
-    """
-    while True:
-        first = random.SystemRandom().choice(PORTS)
-        with ExitStack() as held, suppress(OSError):
-            for port in range(first, first + count):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-
-
-def _run(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
-    """Run mlx.launch here; if it ``talks``, standard input goes to rank 0. Returns the ranks' exit codes."""
-    from mlx._distributed_utils import launch as module
-
-    mlx_launch: Any = module
-    started: dict[int, Popen[bytes]] = {}
-
-    class Rank(mlx_launch.RemoteProcess):  # type: ignore[misc]
-        def __init__(self, rank: int, *how: Any) -> None:
-            super().__init__(rank, *how)
-            started[rank] = self.process
-
-        def terminate(self) -> None:  # MLX waits for a rank that is stopped
-            self.process.terminate()
-            with suppress(TimeoutExpired):
-                self.process.wait(STOPPED_S)
-            self.process.kill()
-            with suppress(CalledProcessError):  # it had not begun
-                super().terminate()
-
-    def wait(reading: list[int], writing: list[int], _: list[int], seconds: float) -> tuple[list[int], ...]:
-        # A rank's standard input can be written to at all times, so MLX never waits: measured, a whole core.
-        ready = select.select(reading, [], [], min(seconds, LOOK_S))[0]
-        return ready, select.select([], writing, [], 0)[1], []
-
-    def refuse(parser: object, message: str) -> None:
-        raise BadValueError(message)
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        has_terminal = any(os.isatty(stream) for stream in range(3))  # its Ctrl-C reaches the ranks by itself
-        if 0 in started and not (number == signal.SIGINT and has_terminal):
-            started[0].send_signal(number)
-
-    def warn(text: str) -> None:  # of a rank that failed
-        if not text.endswith(f"code {EXIT_INTERRUPTED}"):
-            print(f"kvant: {text}", file=sys.stderr)
-
-    mlx_launch.RemoteProcess, mlx_launch.select, mlx_launch.log_warning = Rank, wait, warn
-    mlx_launch.argparse.ArgumentParser.error = refuse
-    sys.argv = ["kvant launch", *arguments]
-    reading, writing = os.pipe()  # MLX never ends its standard input, and changes how it is read
-    sys.stdin = os.fdopen(reading)
-    if talks:
-        threading.Thread(target=_hand_on, args=(writing,), daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, forward)
-    with interrupts.patient():
-        mlx_launch.main()
-    return {rank: process.returncode for rank, process in started.items()}
-
-
-def _hand_on(writing: int) -> None:
-    """Copy standard input, whose end is the conversation's."""
-    with suppress(OSError):
-        while data := os.read(0, 8192):
-            os.write(writing, data)
-        os.write(writing, b"\n/exit\n")
 
 
 def _has_input() -> bool:

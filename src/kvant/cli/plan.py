@@ -11,7 +11,6 @@ import typer
 from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
 from kvant.cli.fitting import plan_for, ranks_for, with_checkpoints, with_weights
-from kvant.cli.launch import read_hosts
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.parts import gather_machines
 from kvant.cli.plan_table import plan_lines, plan_record, ranks_lines, ranks_record
@@ -30,6 +29,7 @@ from kvant.plan import (
     read_folder,
 )
 from kvant.plan.fitting import longest_by_bits
+from kvant.ranks.launcher import read_hosts
 from kvant.tools.convert.weight_format import WeightFormat
 
 MAX_RANKS = 256

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvant.cli import interrupts
 from kvant.cli.defaults import BadValueError
 from kvant.errors import EXIT_INTERRUPTED
-from kvant.ranks.environment import RANK, Place, find_place
+from kvant.ranks.environment import LAUNCHER, RANK, Place, find_place
 
 if TYPE_CHECKING:
     from kvant.ranks.group import Ranks
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 COMMANDS = ("generate", "chat", "serve", "plan", "doctor")
 PACKAGES = ("kvant", "mlx", "mlx-lm")
-LAUNCHER = "KVANT_LAUNCHER"  # a pid on this machine
 SAME_ERROR_S = 1.0
 CONNECT_S = 20.0  # MLX's own joining, once every rank is there
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvant.errors import RanksError, one_line
 
 GUARD, RANK = "KVANT_GUARD", "MLX_RANK"
+LAUNCHER = "KVANT_LAUNCHER"  # its process on this machine
 MPI = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
 BACKENDS = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "MLX_WORLD_SIZE": "nccl"}
 
