@@ -20,7 +20,8 @@ from support.server import started
 import kvant
 from kvant.cli import session
 from kvant.cli.options import RunOptions
-from kvant.cli.parts import Arranged
+from kvant.engine.load import find_model
+from kvant.ranks import follow
 from kvant.sample_utils import make_sampler
 
 KVANT = [sys.executable, "-c", "from kvant_command import main; main()"]
@@ -118,16 +119,21 @@ def test_what_ranks_refuse(
 @pytest.mark.parametrize(("wired", "bounded"), [(False, False), (True, False), (False, True)])
 def test_options_of_memory_are_applied(wired: bool, bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[str, object]] = []
-    arranged = Arranged("pipeline", [range(1), range(1, 2)], total=30, arrays=20, scratch=10)
+    divided = SimpleNamespace(
+        total=30, arrays=20, scratch=10, load=lambda *given: done.append(("load", given))
+    )
     monkeypatch.setattr(session.ranks, "guard", lambda: SimpleNamespace(rank=1))
     monkeypatch.setattr(session, "prepare", lambda run, folder: (None,) * 3)
-    monkeypatch.setattr(session, "arrange", lambda *options: arranged)
-    monkeypatch.setattr(session, "loader", lambda given: lambda *folder: done.append(("load", given)))
-    monkeypatch.setattr(session, "compute", lambda part, guard: 0)
+    monkeypatch.setattr(session, "divide_model", lambda *given: divided)
+    monkeypatch.setattr(follow, "follow", lambda part, guard: 0)
     monkeypatch.setattr(session, "wire", lambda count: done.append(("wire", count)))
     monkeypatch.setattr(session, "bound_memory", lambda *limits: done.append(("bound", limits)))
     session.follow(RunOptions(wired=wired), bounded=bounded)
-    assert done == [*[("wire", 30)] * wired, *[("bound", (20, 10))] * bounded, ("load", arranged)]
+    assert done == [
+        *[("wire", 30)] * wired,
+        *[("bound", (20, 10))] * bounded,
+        ("load", (find_model("pocket"), None, None)),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,13 @@ def doctor(
     parts: Iterable[str | Table]
     guard = ranks.guard()
     if guard is not None:
+        from kvant.ranks.group import join_group
         from kvant.tools.doctor.ranks import check_ranks
 
-        group = ranks.connect()
+        group = join_group(guard)
         with guard.within(RANKS_DEADLINE_S, "checking the ranks"):
             found = check_ranks(group)
-        ranks.wait_for_first()
+        guard.wait_for_first()
         parts, record = _group_parts(found), found.as_json()
     else:
         options.check_kernels()

@@ -12,7 +12,6 @@ from kvant.cli import options, terminal
 from kvant.cli import ranks as processes
 from kvant.cli.fitting import plan_for, ranks_for, with_checkpoints, with_weights
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.parts import gather_machines
 from kvant.cli.plan_table import plan_lines, plan_record, ranks_lines, ranks_record
 from kvant.engine.load import POCKET, find_adapter, find_model
 from kvant.errors import ArgumentError, ModelError
@@ -29,6 +28,7 @@ from kvant.plan import (
     read_folder,
 )
 from kvant.plan.fitting import longest_by_bits
+from kvant.ranks.divided import gather_machines
 from kvant.ranks.launcher import read_hosts
 from kvant.tools.convert.weight_format import WeightFormat
 
@@ -162,13 +162,14 @@ def _longest_of_ranks(
 
 def _running_ranks(flags: Mapping[str, object]) -> list[Machine]:
     """The machines of the ranks that run this command, on rank 0; nothing: one process runs it."""
-    if processes.guard() is None:
+    guard = processes.guard()
+    if guard is None:
         return []
     for flag, given in flags.items():
         if given is not None:
             raise BadValueError(f"{flag} is {given!r}; the ranks that run this command say what they have")
-    machines = gather_machines(this_machine())
-    processes.wait_for_first()
+    machines = gather_machines(guard, this_machine())
+    guard.wait_for_first()
     return machines
 
 

@@ -13,25 +13,21 @@ from typing import TYPE_CHECKING
 from kvant.cli import interrupts
 from kvant.cli.defaults import BadValueError
 from kvant.errors import EXIT_INTERRUPTED
-from kvant.ranks.environment import LAUNCHER, RANK, Place, find_place
+from kvant.ranks.environment import LAUNCHER, RANK, find_place
 
 if TYPE_CHECKING:
-    from kvant.ranks.group import Ranks
     from kvant.ranks.guard import Guard
 
 COMMANDS = ("generate", "chat", "serve", "plan", "doctor")
 PACKAGES = ("kvant", "mlx", "mlx-lm")
 SAME_ERROR_S = 1.0
-CONNECT_S = 20.0  # MLX's own joining, once every rank is there
 
-_place: Place | None = None
 _guard: "Guard | None" = None
-_ranks: "Ranks | None" = None
 
 
 def begin(arguments: Sequence[str]) -> None:
     """Join the other ranks, if a launcher started this process as one of several."""
-    global _place, _guard
+    global _guard
     place = find_place(os.environ)
     if place is None:
         return
@@ -51,7 +47,6 @@ def begin(arguments: Sequence[str]) -> None:
 
     launcher = os.environ.get(LAUNCHER, "")
     facts = {name: version(name) for name in PACKAGES} | {"the command": command}
-    _place = place
     _guard = Guard.join(
         place, facts, launcher=int(launcher) if launcher.isdecimal() and len(launcher) < 10 else None
     )
@@ -72,33 +67,11 @@ def guard() -> "Guard | None":
     return _guard
 
 
-def connect() -> "Ranks":
-    """Join MLX's group of all ranks at the first call."""
-    global _ranks
-    assert _place is not None
-    assert _guard is not None
-    if _ranks is None:
-        from kvant.ranks.group import connect
-
-        _guard.agree({})  # all have come so far, and MLX does not wait long
-        with _guard.within(CONNECT_S, f"joining MLX's {_place.backend}"):
-            _ranks = connect(_place.backend)
-            _guard.agree({})
-    return _ranks
-
-
 def reads_input() -> bool:
     """Say whether standard input is this command's: mlx.launch copies its own to all ranks and never
     closes it.
     """
-    return RANK not in os.environ and _place is None
-
-
-def wait_for_first() -> None:
-    """Exit as rank 0 does, if this is another."""
-    if _guard is not None and _guard.rank:
-        _guard.receive()
-        raise AssertionError("rank 0 has a message for a rank that waits for its end")
+    return RANK not in os.environ and _guard is None
 
 
 def refuse(draft_model: str | None, **files: object) -> None:

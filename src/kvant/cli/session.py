@@ -3,11 +3,11 @@
 import gc
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -15,11 +15,17 @@ from kvant.cache import ModelCache
 from kvant.cache.disk import QUEUE_BYTES, DiskCache
 from kvant.cache.layer_format import describe_formats
 from kvant.cache.pool import Pool
-from kvant.cli import options, ranks
-from kvant.cli.fitting import named_format, plan_for, plan_that_fits, with_checkpoints, with_weights
+from kvant.cli import interrupts, options, ranks
+from kvant.cli.fitting import (
+    named_format,
+    plan_for,
+    plan_that_fits,
+    ranks_that_fit,
+    with_checkpoints,
+    with_weights,
+)
 from kvant.cli.options import BadValueError, KvSize
 from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
-from kvant.cli.parts import Arranged, arrange, loader
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.terminal import say
@@ -31,6 +37,7 @@ from kvant.engine.sampler import Sampler
 from kvant.engine.sampling import SamplingOptions
 from kvant.machine import Machine, default_device, this_machine
 from kvant.models import LanguageModel
+from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
 from kvant.operators import dispatch
 from kvant.plan import (
@@ -38,17 +45,45 @@ from kvant.plan import (
     Checkpoint,
     DraftModel,
     MemoryPlan,
+    RankPlan,
     Settings,
     read_folder,
     split_pairs,
 )
+from kvant.ranks.arrangement import Arrangement
 from kvant.ranks.follow import follow as compute
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.prompt import check_variables
 from kvant.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from kvant.ranks.divided import Divided
+    from kvant.ranks.guard import Guard
+
 WIRING_MACOS = 15  # the first in which MLX's limit has an effect (its metal/resident.cpp)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A model in this process alone; an :class:`kvant.ranks.arrangement.Arrangement`."""
+
+    checkpoint: AnyCheckpoint
+    machine: Machine
+
+    def plan(self, settings: Settings, max_kv_size: KvSize, model: LanguageModel | None = None) -> MemoryPlan:
+        pairs = None if model is None else split_pairs(model)
+        return plan_that_fits(self.checkpoint, settings, max_kv_size, self.machine, pairs)
+
+    def plan_with(self, settings: Settings, tokens: int, model: LanguageModel) -> tuple[MemoryPlan, Machine]:
+        made = plan_for(self.checkpoint, settings, tokens, self.machine, split_pairs(model))
+        return made, self.machine
+
+    def load(self, folder: Path, progress: Progress | None, adapter: Path | None) -> LanguageModel:
+        return load_model(folder, progress, adapter, weights=weights_format(self.checkpoint))
+
+    def describe(self, model: LanguageModel) -> list[str]:
+        return []
 
 
 @dataclass(slots=True)
@@ -60,12 +95,11 @@ class Session:
     load_s: float  # seconds that loading took
     name: str  # the model as the user named it
     folder: Path
-    checkpoint: AnyCheckpoint  # its memory was planned with it, as with the next two
+    checkpoint: AnyCheckpoint  # its memory was planned with it, as with the next
     settings: Settings
-    machine: Machine
     template_variables: Mapping[str, Any]  # for the chat template, beside those it always has
     origins: Mapping[str, tuple[Any, str]]  # of the options that no flag gave, as those of RunOptions
-    arranged: Arranged | None  # how the model is divided; None: it is in this process
+    arrangement: Arrangement  # in this process, or over ranks
     draft_model: LanguageModel | None
     drafts: Drafts | None = field(default=None, init=False)  # a draft model's with its reserved cache
     reserved: int | None = field(default=None, init=False)  # tokens that a sequence can have
@@ -79,20 +113,13 @@ class Session:
         """The memory of a run, with what only the weights say: how much of their biases stays out of the
         cache.
         """
-        if self.arranged is not None:
-            return self.arranged.own
-        return plan_that_fits(
-            self.checkpoint, self.settings, max_kv_size, self.machine, split_pairs(self.model)
-        )
+        return self.arrangement.plan(self.settings, max_kv_size, self.model)
 
     def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
         """The memory of other settings, whether it fits or not, and of which machine: of several the
         fullest.
         """
-        if self.arranged is not None and self.arranged.plan is not None:
-            return self.arranged.plan.again(settings, tokens)
-        pairs = split_pairs(self.model)
-        return plan_for(self.checkpoint, settings, tokens, self.machine, pairs), self.machine
+        return self.arrangement.plan_with(settings, tokens, self.model)
 
     def sampling(
         self, wanted: SamplingOptions, drawn: int | None = None
@@ -207,19 +234,18 @@ def load_session(
     if draft_folder is not None:
         check_folders(folder, draft_folder)
     checkpoint, settings, machine = prepare(run, folder, sequences=sequences, requests=requests, talks=talks)
-    arranged = None
-    if ranks.guard() is None:
+    arrangement: Arrangement
+    if (guard := ranks.guard()) is None:
         checkpoint, settings = with_weights(run.weights, checkpoint, settings, max_kv_size, machine)
-        planned = plan_that_fits(checkpoint, settings, max_kv_size, machine)
+        arrangement = Whole(checkpoint, machine)
     else:
-        arranged = arrange(run.shared, folder, checkpoint, settings, max_kv_size, machine)
-        planned = arranged.own
+        arrangement = divide_model(guard, run, folder, checkpoint, settings, machine, max_kv_size)
+    planned = arrangement.plan(settings, max_kv_size)
     if isinstance(checkpoint, Checkpoint) and checkpoint.unpacked:
         unpacked = f"weights: {format_bytes(planned.weights)}, unpacked to float32 for speed"
         say(f"{unpacked}; --weights packed holds {format_bytes(checkpoint.stored_bytes)}", run.quiet)
     if run.wired:
         wire(planned.total)
-    load_weights = None if arranged is None else loader(arranged)
     dispatch.say = partial(say, quiet=run.quiet)
     with LateProgress("loading", quiet=run.quiet) as progress:
         model, tokenizer = load_folder(
@@ -227,8 +253,7 @@ def load_session(
             progress.update,
             adapter_path=run.adapter_path,
             process=process,
-            load_weights=load_weights,
-            weights=weights_format(checkpoint),
+            load_weights=arrangement.load,
         )
         draft_model = None
         if draft_folder is not None and settings.draft_model is not None:
@@ -258,10 +283,9 @@ def load_session(
         folder=folder,
         checkpoint=checkpoint,
         settings=settings,
-        machine=machine,
         template_variables=variables,
         origins=run.origins,
-        arranged=arranged,
+        arrangement=arrangement,
         draft_model=draft_model,
     )
 
@@ -294,15 +318,34 @@ def follow(run: RunOptions, *, bounded: bool = False) -> None:
     guard = ranks.guard()
     if guard is None or not guard.rank:
         return
+
     folder = find_model(run.model)
-    checkpoint, settings, machine = prepare(run, folder)
-    arranged = arrange(run.shared, folder, checkpoint, settings, None, machine)
+    divided = divide_model(guard, run, folder, *prepare(run, folder))
     if run.wired:
-        wire(arranged.total)
+        wire(divided.total)
     if bounded:
-        bound_memory(arranged.arrays, arranged.scratch)
+        bound_memory(divided.arrays, divided.scratch)
     adapter = None if run.adapter_path is None else find_adapter(run.adapter_path)
-    compute(loader(arranged)(folder, None, adapter), guard)
+    compute(divided.load(folder, None, adapter), guard)
+
+
+def divide_model(
+    guard: "Guard",
+    run: RunOptions,
+    folder: Path,
+    checkpoint: AnyCheckpoint,
+    settings: Settings,
+    machine: Machine,
+    max_kv_size: KvSize = None,
+) -> "Divided":
+    """Divide a model over ranks so that a run fits into each one's machine. Every rank calls it."""
+    from kvant.ranks.divided import divide
+
+    def plan(machines: Sequence[Machine]) -> RankPlan:
+        parallel = options.check_parallel(run.parallel)
+        return ranks_that_fit(checkpoint, settings, max_kv_size, machines, parallel)
+
+    return divide(guard, folder, run.shared, machine, plan, interrupts.deferred)
 
 
 def prepare(

@@ -49,7 +49,6 @@ class RunStatistics:
         elif later:
             median, p95 = (percentile(later, percent) for percent in (50, 95))
             lines.append(f"latency: median {median:.2f} ms, p95 {p95:.2f} ms a token")
-        if session.arranged is not None:
-            lines.append(session.arranged.describe(session.model))
+        lines += session.arrangement.describe(session.model)
         lines.append(f"peak memory: {format_bytes(round(last.peak_memory * 1e9))}")
         return lines

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from kvant.errors import RanksError, one_line
+from kvant.ranks.guard import Guard
+
+CONNECT_S = 20.0  # MLX's own joining, once every rank is there
 
 
 @dataclass(slots=True)
@@ -79,3 +82,12 @@ def connect(backend: str) -> Ranks:
         raise RanksError(
             f"MLX's distributed back end {backend!r} does not start: {one_line(error)}"
         ) from error
+
+
+def join_group(guard: Guard) -> Ranks:
+    """Join MLX's group of all ranks that the guard knows, which call it together, once."""
+    guard.agree({})  # all have come so far, and MLX does not wait long
+    with guard.within(CONNECT_S, f"joining MLX's {guard.backend}"):
+        ranks = connect(guard.backend)
+        guard.agree({})
+    return ranks

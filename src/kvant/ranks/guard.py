@@ -75,8 +75,8 @@ class Guard:
     which: rank 0's, or rank 1's if rank 0 is the lost one. Ranks end with their launcher, too.
     """
 
-    def __init__(self, rank: int, size: int, launcher: int | None, silence_s: float) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, place: Place, launcher: int | None, silence_s: float) -> None:
+        self.rank, self.size, self.backend = place.rank, place.size, place.backend
         self._parent, self._launcher, self._silence_s = os.getppid(), launcher, silence_s
         self._peers: dict[int, Peer] = {}
         self._time = 0.0  # seconds in which this process was awake
@@ -99,7 +99,7 @@ class Guard:
         The run ends with ``launcher``, a process of this machine. ``deadline_s`` is for all ranks to come,
         and of silence of a rank that has not begun; after ``silence_s`` one that has is lost.
         """
-        guard = cls(place.rank, place.size, launcher, silence_s)
+        guard = cls(place, launcher, silence_s)
         try:
             for rank, connection in (gather_ranks if place.rank == 0 else reach_first)(place, deadline_s):
                 peer = Peer(rank, connection, guard._time, deadline_s)
@@ -123,6 +123,12 @@ class Guard:
         """Wait for rank 0's next message, on the others."""
         found: Mapping[str, Any] = self._next(self._peers[0], "tell")
         return found
+
+    def wait_for_first(self) -> None:
+        """Wait for rank 0's end on the others, which exit as it does; return on rank 0."""
+        if self.rank:
+            self.receive()
+            raise AssertionError("rank 0 has a message for a rank that waits for its end")
 
     def gather(self, value: Any) -> list[Any]:
         """Give rank 0 every rank's value, in the order of ranks, and the others an empty list. All ranks
