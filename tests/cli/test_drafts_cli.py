@@ -138,7 +138,7 @@ def test_what_is_planned_is_reserved(small: str) -> None:
     base = mx.get_active_memory()
     mx.reset_peak_memory()
     session = open_session(RunOptions(draft_model=small, kv_bits=4, quiet=True))
-    made, drafts = session.plan(None), session.drafts
+    made, drafts = session.plan(), session.drafts
     assert session.draft_model is not None
     assert isinstance(drafts, PooledDrafts)
     assert (made.draft_weights, made.draft_cache) == (session.draft_model.nbytes, drafts.pool.nbytes)

@@ -56,6 +56,13 @@ def test_the_same_tokens_as_one_process(ranks: int, parallel: str, bits: str) ->
     assert divided.stderr.count("sampling:") == 1  # rank 0 alone prints
 
 
+def test_several_answers_at_once() -> None:
+    words = ["generate", "Once upon a time", "--n", "3", "--sequences", "2", "--temp", "0.8", "--seed", "1"]
+    words += ["-m", "8", "-q"]
+    divided = run("launch", "-n", "2", "--", *words)
+    assert (divided.returncode, divided.stdout) == (0, call(*words).stdout)
+
+
 def test_a_conversation() -> None:
     command = ["chat", "--temp", "0", "--max-tokens", "12", "-q", "--kv-bits", "0"]
     said = "Hi there\nTell me a story\n/undo\nAnd now?"

@@ -50,13 +50,17 @@ def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path |
     dtype. ``progress`` is called with (layers loaded, layers in all). An ``adapter`` is refused.
     """
     check_process()
+    refuse_adapter(adapter)
+    model, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu)
+    evaluate(model, folder, progress)
+    return BridgedModel(model, config, main_dtype(model))
+
+
+def refuse_adapter(adapter: Path | None) -> None:
     if adapter is not None:
         raise ModelError(
             f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's"
         )
-    model, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu)
-    evaluate(model, folder, progress)
-    return BridgedModel(model, config, main_dtype(model))
 
 
 def check_bridged(

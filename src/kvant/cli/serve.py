@@ -121,7 +121,7 @@ def serve(
             requests=other_bytes,
             hashes=disk is not None,
         )
-        planned = session.plan(wanted)
+        planned = session.plan()
         say(f"memory: {describe_plan(planned, other_bytes)}")
         settings = replace(
             settings,

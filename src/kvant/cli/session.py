@@ -3,7 +3,7 @@
 import gc
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,6 @@ from kvant.plan import (
     Checkpoint,
     DraftModel,
     MemoryPlan,
-    RankPlan,
     Settings,
     read_folder,
     split_pairs,
@@ -70,10 +69,11 @@ class Whole:
 
     checkpoint: AnyCheckpoint
     machine: Machine
+    max_kv_size: KvSize
 
-    def plan(self, settings: Settings, max_kv_size: KvSize, model: LanguageModel | None = None) -> MemoryPlan:
+    def plan(self, settings: Settings, model: LanguageModel | None = None) -> MemoryPlan:
         pairs = None if model is None else split_pairs(model)
-        return plan_that_fits(self.checkpoint, settings, max_kv_size, self.machine, pairs)
+        return plan_that_fits(self.checkpoint, settings, self.max_kv_size, self.machine, pairs)
 
     def plan_with(self, settings: Settings, tokens: int, model: LanguageModel) -> tuple[MemoryPlan, Machine]:
         made = plan_for(self.checkpoint, settings, tokens, self.machine, split_pairs(model))
@@ -109,11 +109,11 @@ class Session:
     sampling_line: str = field(default="", init=False)
     cache: ModelCache = field(init=False, repr=False)  # reserved by open_session()
 
-    def plan(self, max_kv_size: KvSize) -> MemoryPlan:
+    def plan(self) -> MemoryPlan:
         """The memory of a run, with what only the weights say: how much of their biases stays out of the
         cache.
         """
-        return self.arrangement.plan(self.settings, max_kv_size, self.model)
+        return self.arrangement.plan(self.settings, self.model)
 
     def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
         """The memory of other settings, whether it fits or not, and of which machine: of several the
@@ -171,7 +171,7 @@ def open_session(
     session = load_session(
         run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks, hashes=hashes
     )
-    planned = session.plan(wanted)
+    planned = session.plan()
     started = time.perf_counter()
     with named_format(session.settings):
         session.cache = session.model.reserve_cache(planned.max_kv_size, session.settings.cache)
@@ -237,10 +237,10 @@ def load_session(
     arrangement: Arrangement
     if (guard := ranks.guard()) is None:
         checkpoint, settings = with_weights(run.weights, checkpoint, settings, max_kv_size, machine)
-        arrangement = Whole(checkpoint, machine)
+        arrangement = Whole(checkpoint, machine, max_kv_size)
     else:
         arrangement = divide_model(guard, run, folder, checkpoint, settings, machine, max_kv_size)
-    planned = arrangement.plan(settings, max_kv_size)
+    planned = arrangement.plan(settings)
     if isinstance(checkpoint, Checkpoint) and checkpoint.unpacked:
         unpacked = f"weights: {format_bytes(planned.weights)}, unpacked to float32 for speed"
         say(f"{unpacked}; --weights packed holds {format_bytes(checkpoint.stored_bytes)}", run.quiet)
@@ -341,10 +341,8 @@ def divide_model(
     """Divide a model over ranks so that a run fits into each one's machine. Every rank calls it."""
     from kvant.ranks.divided import divide
 
-    def plan(machines: Sequence[Machine]) -> RankPlan:
-        parallel = options.check_parallel(run.parallel)
-        return ranks_that_fit(checkpoint, settings, max_kv_size, machines, parallel)
-
+    parallel = options.check_parallel(run.parallel)
+    plan = partial(ranks_that_fit, checkpoint, settings, max_kv_size, parallel=parallel)
     return divide(guard, folder, run.shared, machine, plan, interrupts.deferred)
 
 

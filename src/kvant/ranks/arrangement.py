@@ -1,7 +1,7 @@
 """Where the model of a run is: in this process alone, or divided over ranks."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvant.machine import Machine
@@ -11,19 +11,10 @@ if TYPE_CHECKING:
 
 
 class Arrangement(Protocol):
-    """What a session asks, on rank 0 or in a single process, instead of how many ranks there are."""
+    """What a session asks, alone or on rank 0, instead of how many ranks there are."""
 
-    def plan(
-        self,
-        settings: "Settings",
-        max_kv_size: int | Literal["auto"] | None,
-        model: "LanguageModel | None" = None,
-    ) -> "MemoryPlan":
-        """Return the memory of this process, with what only a loaded ``model`` says.
-
-        Raises:
-            ContextError: the run does not fit into a machine.
-        """
+    def plan(self, settings: "Settings", model: "LanguageModel | None" = None) -> "MemoryPlan":
+        """Plan this process's memory. A ContextError if the run does not fit into a machine."""
 
     def plan_with(
         self, settings: "Settings", tokens: int, model: "LanguageModel"
@@ -34,4 +25,4 @@ class Arrangement(Protocol):
         """Load the model that this process calls."""
 
     def describe(self, model: "LanguageModel") -> list[str]:
-        """Say in lines for a person what a loaded model has exchanged with other machines."""
+        """Say in lines what the model exchanges with other machines."""

@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from kvant.bridge.config import BridgedConfig
-from kvant.bridge.folder import Progress, check_bridged, evaluate, main_dtype
+from kvant.bridge.folder import Progress, check_bridged, evaluate, main_dtype, refuse_adapter
 from kvant.bridge.layers import BridgedLayer
 from kvant.bridge.model import BridgedModel, bytes_read, parameters
 from kvant.bridge.pool import BridgedBatch
@@ -36,13 +36,15 @@ from kvant.threads import check_process
 
 
 def load_bridged_stage(
-    folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None
+    folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None, adapter: Path | None = None
 ) -> "BridgedStageModel":
     """Load a rank's layers of a bridged model; rank 0 has the embedding, the final norm and the head too.
 
-    ``layers``: their numbers, which follow those of the rank before. ``progress`` counts them.
+    ``layers``: their numbers, which follow those of the rank before. ``progress`` counts them. An ``adapter``
+    is refused.
     """
     check_process()
+    refuse_adapter(adapter)
     module, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu, whole=False)
     try:
         found = list_layers(module, config.model_type)

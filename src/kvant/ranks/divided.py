@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvant.engine.load import find_adapter, is_bridged_folder
-from kvant.errors import ModelError
 from kvant.machine import Machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
-from kvant.ranks.group import Ranks, join_group
+from kvant.ranks.group import join_group
 from kvant.ranks.guard import Guard
 from kvant.ranks.lead import Lead
+from kvant.ranks.stage import load_stage
+from kvant.ranks.tensor import load_tensor
 from kvant.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Divided:
 
     guard: Guard
     # A step is computed in it on rank 0; it keeps Ctrl-C until the others have theirs.
-    whole: Callable[[], AbstractContextManager[object]]
+    uninterrupted: Callable[[], AbstractContextManager[object]]
     parallel: str  # "pipeline" or "tensor"
     layers: Sequence[range]  # of each rank, in a pipeline
     total: int  # bytes of this rank's plan, as the next two
@@ -38,9 +39,7 @@ class Divided:
     scratch: int
     ranks: "RankPlan | None" = None  # every rank's memory; known to rank 0
 
-    def plan(
-        self, settings: "Settings", max_kv_size: object, model: LanguageModel | None = None
-    ) -> "MemoryPlan":
+    def plan(self, settings: "Settings", model: LanguageModel | None = None) -> "MemoryPlan":
         assert self.ranks is not None
         return self.ranks.plans[0]
 
@@ -53,29 +52,17 @@ class Divided:
     def load(self, folder: Path, progress: Progress | None, adapter: Path | None) -> LanguageModel:
         """Load this rank's part of the model; on rank 0 a model that all ranks compute."""
         group = join_group(self.guard)
-        part = self._load_part(group, folder, progress, adapter)
-        self.guard.begin()
-        return part if self.guard.rank else Lead(part, group, self.guard, self.whole)
-
-    def _load_part(
-        self, group: Ranks, folder: Path, progress: Progress | None, adapter: Path | None
-    ) -> LanguageModel:
+        part: LanguageModel
         if self.parallel == "tensor":
-            from kvant.ranks.tensor import load_tensor
+            part = load_tensor(folder, group, progress, adapter)
+        elif not is_bridged_folder(folder):
+            part = load_stage(folder, group, self.layers[group.rank], progress, adapter)
+        else:
+            from kvant.ranks.bridged_stage import load_bridged_stage  # not for others: it imports mlx-lm
 
-            return load_tensor(folder, group, progress, adapter)
-        layers = self.layers[group.rank]
-        if not is_bridged_folder(folder):
-            from kvant.ranks.stage import load_stage
-
-            return load_stage(folder, group, layers, progress, adapter)
-        if adapter is not None:
-            raise ModelError(
-                f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's"
-            )
-        from kvant.ranks.bridged_stage import load_bridged_stage
-
-        return load_bridged_stage(folder, group, layers, progress)
+            part = load_bridged_stage(folder, group, self.layers[group.rank], progress, adapter)
+        self.guard.begin()
+        return part if self.guard.rank else Lead(part, group, self.guard, self.uninterrupted)
 
     def describe(self, model: LanguageModel) -> list[str]:
         """Say how many ranks there are, and what rank 0 exchanged with them in the last step."""
@@ -91,11 +78,11 @@ def divide(
     flags: Mapping[str, Any],
     machine: Machine,
     plan: "Callable[[Sequence[Machine]], RankPlan]",
-    whole: Callable[[], AbstractContextManager[object]],
+    uninterrupted: Callable[[], AbstractContextManager[object]],
 ) -> Divided:
     """Compare the ranks' models and ``flags``, and divide the model by their memory. Every rank calls it.
 
-    ``plan``: called on rank 0 with the machines of all. ``whole``: as of :class:`Divided`.
+    ``plan``: called on rank 0 with the machines of all. ``uninterrupted``: as of :class:`Divided`.
     """
     adapter = flags["adapter_path"]
     identity = identify(folder, None if adapter is None else find_adapter(adapter))
@@ -106,14 +93,14 @@ def divide(
     if guard.rank:
         layout = guard.receive()
         layers = [range(*own) for own in layout["layers"]]
-        return Divided(guard, whole, layout["parallel"], layers, *layout["bytes"][guard.rank])
+        return Divided(guard, uninterrupted, layout["parallel"], layers, *layout["bytes"][guard.rank])
     made = plan(machines)
     layers = list(made.layers or ())
     planned = [(each.total, each.arrays, each.scratch) for each in made.plans]
     guard.tell(
         {"parallel": made.parallel, "layers": [(own.start, own.stop) for own in layers], "bytes": planned}
     )
-    return Divided(guard, whole, made.parallel, layers, *planned[0], made)
+    return Divided(guard, uninterrupted, made.parallel, layers, *planned[0], made)
 
 
 def gather_machines(guard: Guard, machine: Machine) -> list[Machine]:

@@ -134,18 +134,20 @@ class Guard:
         """Give rank 0 every rank's value, in the order of ranks, and the others an empty list. All ranks
         call it.
         """
-        return self._collect("value", value)
+        if self.rank:
+            self._post("value", value)
+            return []
+        return [value, *(self._next(self._peers[rank], "value") for rank in range(1, self.size))]
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Compare facts, values of JSON, with rank 0's. All ranks call it."""
-        everybody = self._collect("facts", dict(facts))
-        if self.rank:
-            self._next(self._peers[0], "agreed")
-            return
-        for rank, theirs in enumerate(everybody):
+        for rank, theirs in enumerate(self.gather(dict(facts))):
             if difference := first_difference(facts, theirs):
                 raise RanksError(f"rank {rank}: {difference}")
-        self._post("agreed", None)
+        if self.rank:
+            self.receive()
+        else:
+            self.tell({})
 
     @contextmanager
     def within(self, seconds: float, doing: str) -> Iterator[None]:
@@ -192,12 +194,6 @@ class Guard:
         if kind != expected:
             raise RanksError(f"rank {peer.rank} sent {kind!r} where rank {self.rank} expects {expected!r}")
         return body
-
-    def _collect(self, kind: str, value: Any) -> list[Any]:
-        if self.rank:
-            self._post(kind, value)
-            return []
-        return [value, *(self._next(self._peers[rank], kind) for rank in range(1, self.size))]
 
     def _watch(self) -> None:
         """Beat, look whether others do, and whether the launcher is there."""
