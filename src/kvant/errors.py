@@ -30,8 +30,10 @@ class KvantError(Exception):
 
     columns: ClassVar[int] = MAX_COLUMNS
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(printable(message, self.columns))
+    def __init__(self, message: str = "", advice: str = "") -> None:
+        """``advice`` follows the message. It is kvant's text and is never shortened."""
+        text = printable(message, self.columns)
+        super().__init__(f"{text}; {advice}" if advice else text)
 
 
 class ModelError(KvantError):

@@ -36,7 +36,14 @@ USAGE = [
     ("generat hi", "Did you mean 'generate'?"),
     # Prompt and model.
     ("generate", "no prompt"),
-    ("generate a b c", "3 arguments are given"),
+    (
+        "generate once upon a",
+        "3 arguments are given; put a prompt of several words in quotes: kvant generate ",
+    ),
+    ("generate once upon a", 'kvant generate "once upon a"'),
+    ("generate pocket once upon", 'kvant generate pocket "once upon"'),
+    ("generate cost: '$5' \"isn't\"", """kvant generate 'cost: $5 isn'"'"'t'"""),
+    (f"generate {'a ' * 99}", 'kvant generate "PROMPT"'),
     ("generate pocket", "'pocket' is a model's name, and there is no prompt"),
     ("generate pocket a --model pocket", "the model is given twice, as the argument 'pocket'"),
     ("convert pocket x --model pocket", "the model is given twice"),
@@ -175,6 +182,16 @@ FAILURES = [
     (f"generate -q '{'word ' * 4000}'", "tokens; 2048 are"),
     ("generate -q 'Tell me a story' --max-kv-size 5", "tokens; 5 are reserved"),
     ("generate a --max-kv-size 4096", "--max-kv-size is 4096; the model's context is 2048 tokens"),
+    (
+        "generate hello world",
+        """expected one that `kvant models` lists, or owner/repository[@revision]; put """,
+    ),
+    ("generate hello world", 'put a prompt of several words in quotes: kvant generate "hello world"'),
+    (f"generate {'x' * 5000} world", 'in quotes: kvant generate "PROMPT"'),
+    (
+        "generate no/such world",
+        'fetches it; put a prompt of several words in quotes: kvant generate "no/such world"',
+    ),
     ("generate a --model no/such", "no/such is not here; `kvant pull no/such` fetches it"),
     ("generate a --model Poket", "'Poket' is not a folder or a known name; did you mean 'pocket'?"),
     ("generate a --model '~nosuchuser/x'", "is not a folder"),

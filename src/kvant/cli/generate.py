@@ -119,7 +119,7 @@ def generate(
         model, text = split_arguments(words or (), prompt)
     run = replace(run, model=options.choose_model(context, model, run.model))
     if model is not None and (text is not None or prompts_file is not None):
-        check_first_word(model, None if prompts_file is None else "--prompts-file")
+        check_first_word(words or (), None if prompts_file is None else "--prompts-file")
     ranks.refuse(run.draft_model, prompt_cache_file=prompt_cache_file)
     follow(run)
     if prompts_file is not None:

@@ -1,5 +1,6 @@
 """The prompt of ``kvant generate``: an argument, --prompt, piped text, or piped text before one of them."""
 
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError, PromptError
 
 MAX_BYTES = 256 * 1024 * 1024  # of prompts, piped or in a file
+MAX_QUOTED = 60  # characters of a prompt that an error repeats
 WAIT_S = 1.0  # for piped text, until it is said that something waits
 
 
@@ -21,9 +23,7 @@ def split_arguments(
     ``option``.
     """
     if len(words) > 2:
-        raise BadValueError(
-            f"{len(words)} arguments are given; expected MODEL and PROMPT, a prompt in quotes"
-        )
+        raise BadValueError(f"{len(words)} arguments are given; {_in_quotes(words)}")
     if option is not None:
         if len(words) == 2:
             raise BadValueError(f"the prompt is given twice, as an argument and with {flag}")
@@ -35,14 +35,29 @@ def split_arguments(
     return (words[0] if len(words) == 2 else None), (words[-1] if words else None)
 
 
-def check_first_word(model: str, flag: str | None = None) -> None:
+def check_first_word(words: Sequence[str], flag: str | None = None) -> None:
     """Refuse the first of two arguments, or the only one beside a flag, if it is no model."""
-    hint = "of two arguments the first is the model; a prompt of several words is quoted"
     try:
-        find_model(model)
+        find_model(words[0])
     except ModelError as error:
-        hint = hint if flag is None else f"an argument beside {flag} is the model"
-        raise type(error)(f"{error}; {hint}") from error
+        if flag is not None:
+            advice = f"an argument beside {flag} is the model"
+        elif is_a_models_name(words[0]):
+            raise  # a model that was not pulled yet
+        else:
+            advice = _in_quotes(words)
+        raise type(error)(str(error), advice) from error
+
+
+def _in_quotes(words: Sequence[str]) -> str:
+    """Advice for a prompt that the shell split into several arguments: the command with quotes."""
+    has_model = is_a_models_name(words[0])
+    text = " ".join(words[has_model:])
+    if len(text) > MAX_QUOTED or not text.isprintable():
+        text = "PROMPT"
+    quoted = shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
+    model = f"{words[0]} " if has_model else ""
+    return f"put a prompt of several words in quotes: kvant generate {model}{quoted}"
 
 
 def is_a_models_name(text: str) -> bool:

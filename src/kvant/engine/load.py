@@ -263,8 +263,8 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
         return weights.find(name, revision)
     except ValueError as error:
         near = did_you_mean(name, [POCKET, *model_names()])
-        expected = f"a known name{near}" if near else f"'{POCKET}', the embedded model; {error}"
-        raise ModelError(f"model {shown!r} is not a folder or {expected}") from error
+        expected = f" or a known name{near}" if near else f"; {error}"
+        raise ModelError(f"model {shown!r} is not a folder{expected}") from error
 
 
 def find_adapter(path: str | Path) -> Path:
