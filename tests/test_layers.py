@@ -13,9 +13,9 @@ import kvant
 ROOT = Path(kvant.__file__).parent
 # From the ground up. A module imports its own package and those before it.
 FLOORS = [
-    "errors", "files", "atomic", "private", "digests", "tensor_header", "fields", "sizes", "threads", "weights", "blas",
-    "operators", "cache", "models", "bridge", "text", "engine", "sample_utils", "__init__", "machine", "ranks",
-    "plan", "tools", "server", "cli", "__main__",
+    "errors", "files", "atomic", "private", "digests", "tensor_header", "fields", "sizes", "threads", "installation",
+    "weights", "blas", "operators", "cache", "models", "bridge", "text", "engine", "sample_utils", "__init__",
+    "machine", "ranks", "plan", "tools", "server", "cli", "__main__",
 ]  # fmt: skip
 DATA = ["pocket"]  # files, no code
 

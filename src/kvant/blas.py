@@ -27,13 +27,14 @@ from pathlib import Path
 from zlib import crc32
 
 from kvant.files import user_cache
+from kvant.installation import install_command
 from kvant.private import OTHERS_WRITE, is_private, open_private
 
 VARIABLE = "KVANT_BLAS"  # an environment variable; OWN is its only value
 OWN = "mlx"
 PACKAGE = "scipy_openblas32"
 OF_MACOS = "Apple's Accelerate, with which it is built for macOS"
-EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as: pip install '.[cpu]'"
+EXTRAS = "On Linux kvant needs one of its extras cpu, cuda12 and cuda13, such as:"
 PREFIX = "scipy_"
 THREADS = "OPENBLAS_NUM_THREADS"
 FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # the part of the CBLAS interface that MLX calls
@@ -110,7 +111,7 @@ def import_mlx() -> None:
         import mlx.core  # noqa: F401
     except ImportError as error:
         reason = " ".join(str(error).split())[:90]
-        raise ImportError(f"MLX cannot be imported ({reason}). {EXTRAS}") from None
+        raise ImportError(f"MLX cannot be imported ({reason}). {EXTRAS} {install_command('cpu')}") from None
 
 
 def _source() -> Path | None:

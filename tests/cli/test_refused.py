@@ -19,6 +19,7 @@ from support.command import refusal
 from kvant.cli import session
 from kvant.errors import KvantError
 from kvant.files import read_user_file
+from kvant.installation import install_command
 
 PROMPTS = [
     {"prompt": "Hello!"},
@@ -299,7 +300,9 @@ def test_a_server_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     for name in [name for name in sys.modules if name.startswith("kvant.server")]:
         monkeypatch.delitem(sys.modules, name)
-    assert "kvant serve needs the extra 'serve'" in refusal(1, "serve", "--port", "0")
+    error = refusal(1, "serve", "--port", "0")
+    assert "kvant serve needs the extra 'serve'" in error
+    assert error.endswith(f"; {install_command('serve')}")
 
 
 def test_a_servers_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

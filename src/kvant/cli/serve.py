@@ -17,6 +17,7 @@ from kvant.cli.session import bound_memory, drafts_for_pool, follow, load_sessio
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.errors import KvantError
 from kvant.files import read_user_file
+from kvant.installation import install_command
 from kvant.plan import MemoryPlan
 from kvant.plan.memory import as_record
 from kvant.sizes import format_bytes
@@ -83,9 +84,7 @@ def serve(
         from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
     except ImportError as error:
-        raise KvantError(
-            f"kvant serve needs the extra 'serve', pip install 'kvant[serve]': {error}"
-        ) from error
+        raise KvantError(f"kvant serve needs the extra 'serve': {error}", install_command("serve")) from error
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
     options.check_counts(sequences=sequences, max_queue=max_queue)
     if deterministic:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvant.errors import GrammarError
+from kvant.installation import install_command
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -71,7 +72,7 @@ class Vocabulary:
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
-            raise GrammarError("grammars need llguidance; install kvant[serve]") from error
+            raise GrammarError("grammars need llguidance", install_command("serve")) from error
         return LLTokenizer(self, eos_token=self.eos_token_ids)  # type: ignore[arg-type]  # it only asks for the names
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvant.errors import KvantError
+from kvant.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ def check_plot_path(path: Path) -> None:
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"the plot is to be {path}, which cannot be written")
     if importlib.util.find_spec("matplotlib") is None:
-        raise KvantError("a plot needs matplotlib, which is not installed: pip install 'kvant[plot]'")
+        raise KvantError("a plot needs matplotlib, which is not installed", install_command("plot"))
 
 
 @contextmanager

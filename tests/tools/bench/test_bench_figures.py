@@ -182,7 +182,7 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(KvantError, match=r"pip install 'kvant\[plot\]'"):
+    with pytest.raises(KvantError, match=r"; pip install .*\[plot\]"):
         check_plot_path(tmp_path / "a.png")
 
 
