@@ -247,7 +247,9 @@ def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> 
                 whole.update(part)
             file.write(whole.digest())
     except (OSError, ValueError) as error:
-        raise SnapshotError(f"{path}: cannot be written: {one_line(error)}") from error
+        # An OSError's whole text has the name of the temporary file.
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise SnapshotError(f"{path}: cannot be written: {reason or one_line(error)}") from error
 
 
 def read_header(path: Path) -> SnapshotHeader:

@@ -6,6 +6,7 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -160,11 +161,21 @@ class Conversation:
         return self._ask(self.messages[: self._last_question()], text, **options)
 
     def undo(self) -> str | None:
-        """Take the last question and its answer back. Returns the question; None: there was none."""
+        """Take the last question and its answer back, and their tokens out of the cache.
+
+        Returns the question, or None if there was none.
+        """
         self._end_turn()
         if not (found := questions(self.messages)):
             return None
-        question, self.messages = self.messages[found[-1]]["content"], self.messages[: found[-1]]
+        question = self.messages[found[-1]]["content"]
+        self.messages = self.messages[: found[-1]]
+        if len(found) == 1:
+            self._cache.reset()
+            return question
+        with suppress(PromptError):  # a template may refuse messages that end with an answer
+            text = render_chat(self._tokenizer, self.messages, self._variables)
+            self._cache.keep_common(self._known.encode(text))
         return question
 
     def save(self, path: str | Path) -> None:

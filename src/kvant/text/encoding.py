@@ -121,6 +121,7 @@ class Encoder:
             "pieces": [] if kind == "other" else self.tokens(list(range(last + 1))),
             # Marks such as <|im_end|> are more than text; added spaces and line breaks are text.
             "marks": sorted(place for place, each in added.items() if each.special or each.content.strip()),
+            "special_tokens": [[place, each.content] for place, each in added.items() if each.special],
             "strips": isinstance(self._decoder, dict) and STRIP in self._decoder.get("decoders", ()),
         }
 

@@ -193,6 +193,11 @@ class Tokenizer:
         """
         return list(self._facts["marks"])
 
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        """The text of every control token by its id, such as ``<|im_start|>``."""
+        return {int(token): str(text) for token, text in self._facts["special_tokens"]}
+
     def token_bytes(self) -> list[bytes] | None:
         """The bytes of every token by its id; None: this tokenizer's tokens are not bytes."""
         known = self._facts["decoder"] != "other"

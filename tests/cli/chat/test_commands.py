@@ -1,11 +1,14 @@
 """The commands of a conversation, without a terminal: lines in, text out, what is said on standard error."""
 
 import re
+import shutil
 from pathlib import Path
 
 from support.command import QUESTION, call
 
 from kvant.cli.chat.commands import BY_NAME, COMMANDS, find
+from kvant.engine.load import POCKET, find_model
+from kvant.text.tokenizer import load_tokenizer
 
 
 def test_a_line_is_a_command_or_a_question() -> None:
@@ -111,7 +114,24 @@ def test_undo_takes_a_turn_back() -> None:
     undone = [line.removeprefix("undone: ") for line in said if "undo" in line]
     assert undone == [QUESTION, QUESTION, "Hello!", "there is nothing to undo"]
     assert "conversation: 4 messages" in "\n".join(said)
-    assert re.fullmatch(r"used: \d+ tokens, \d% of the reserved ones", said[-1])
+    assert said[-1] == "used: 0 tokens, 0% of the reserved ones"
+
+
+def test_undo_takes_tokens_out_of_the_cache() -> None:
+    _, said = _said("Hello!", "/cache", QUESTION, "/cache", "/undo", "/cache", "/stats")
+    used = [int(line.split()[1]) for line in said if line.startswith("used: ")]
+    assert used[1] > used[2]
+    assert abs(used[2] - used[0]) < 10  # the template's tokens around an answer
+    assert "nothing was generated" in said  # the last answer's numbers are gone, too
+
+
+def test_special_tokens_are_not_shown() -> None:
+    token = load_tokenizer(find_model(POCKET)).convert_tokens_to_ids("<|im_start|>")
+    flags = ("--temp", "0", "-m", "3", "--logit-bias", f"{token}:1e9")
+    assert call("generate", "Hi", *flags).stdout == "<|im_start|>" * 3 + "\n"
+    done = call("chat", *flags, stdin="Hi")
+    assert done.stdout == "\n"
+    assert "cut at max_tokens, 3" in done.stderr
 
 
 def test_a_full_context() -> None:
@@ -125,7 +145,9 @@ def test_a_full_context() -> None:
     _, said = _said(*lines, flags=("--max-kv-size", "100", "--overflow", "stop"))
     assert said[-1].endswith("100 are reserved; /reset forgets the conversation; --max-kv-size reserves more")
     out, said = _said("word " * 2500, "Hello!")
-    assert said[0].endswith("2048 are the model's context")  # nobody can reserve more
+    assert said[0].startswith("error: the question alone has ")
+    # nobody can reserve more
+    assert said[0].endswith("2048 are the model's context; send a shorter message")
     assert out
 
 
@@ -141,6 +163,18 @@ def test_a_conversation_is_saved_and_goes_on(tmp_path: Path) -> None:
     assert said[4].startswith(f"error: {notes} is there already, and no conversation: ")
     assert notes.read_text() == "mine"
     assert path.stat().st_mode & 0o777 == 0o600
+    another = [f"/save {tmp_path}/no/talk", f"/save {tmp_path}", f"/save {path}"]
+    before = path.read_bytes()
+    _, said = _said(QUESTION, *another)
+    assert said[1] == f"error: {tmp_path}/no/talk: cannot be written: there is no folder {tmp_path}/no"
+    assert said[2] == f"error: {tmp_path}: cannot be written: it is a folder; expected a file"
+    assert said[3] == f"{path} has a saved conversation already; the same command replaces it"
+    assert path.read_bytes() == before
+    other = shutil.copy(path, tmp_path / "other")
+    _, said = _said(QUESTION, f"/save {other}", f"/save {other}")
+    assert said[-1].startswith("saved 2 messages")
+    _, said = _said(f"/load {other}", f"/save {other}")
+    assert said[-1].startswith("saved 2 messages")
     again, said = _said(f"/load {path}", "Thank you!", "/stats")
     assert again.splitlines() == out.splitlines()[1:]
     assert re.fullmatch("loaded 2 messages, .*; the last question was: Hello!", said[0])

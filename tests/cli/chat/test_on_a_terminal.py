@@ -108,6 +108,39 @@ def test_a_message_of_several_lines(chat: Chat) -> None:
     chat.enter('"""')
     chat.enter("/undo")
     assert "undone: a b" in chat.since("/undo")
+    status = next(line for line in reversed(chat.lines) if STATUS.search(line))
+    used = int(STATUS.search(status)[1])  # type: ignore[index]
+    assert 0 < used < 100  # of the first question and its answer
+    assert "tokens/s" not in status
+    chat.enter("/undo")
+    chat.wait_for("0/2048 tokens")
+
+
+def test_a_long_paste_is_one_word_and_sent_whole(chat: Chat) -> None:
+    chat.press(f"{PASTE}{'word ' * 2500}{PASTED}")
+    chat.wait(lambda: chat.input == "[text 1: 12,500 characters]")
+    chat.enter("")
+    assert "error: the question alone has " in chat.since("[text 1: 12,500 characters]")
+    assert "send a shorter message" in chat.since("[text 1: 12,500 characters]")
+    lines = "\n".join(f"line {number}" for number in range(30))
+    chat.press(f"/system {PASTE}{lines}{PASTED}")
+    chat.enter("")
+    chat.enter("/system")
+    assert "line 0 line 1 line 2" in chat.since("/system")
+    chat.enter('/system ""')
+
+
+def test_a_file_is_replaced_after_another_enter(chat: Chat, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    call("chat", "-q", "-m", "2", stdin=f"Hello!\n/save {path}\n")
+    before = path.read_bytes()
+    chat.enter("Hi")
+    chat.enter(f"/save {path}")
+    chat.wait(lambda: chat.input.startswith("/save "))
+    assert path.read_bytes() == before
+    chat.enter("")
+    chat.wait_for("saved 2 messages")
+    assert path.read_bytes() != before
 
 
 def test_ctrl_c_stops_an_answer_and_clears_a_line(chat: Chat) -> None:

@@ -100,6 +100,7 @@ def _system(talk: Talk, argument: str) -> None:
 
 def _undo(talk: Talk, argument: str) -> None:
     question = talk.conversation.undo()
+    talk.statistics = RunStatistics()
     notice("there is nothing to undo" if question is None else f"undone: {_start(question)}")
 
 
@@ -141,17 +142,29 @@ def _save(talk: Talk, argument: str) -> None:
     if not talk.conversation.messages:
         notice("there is nothing to save")
         return
-    if path.exists():  # a conversation may be saved again; any other file is not ours to replace
+    if not path.parent.is_dir():
+        raise SnapshotError(f"{argument}: cannot be written: there is no folder {path.parent}")
+    if path.is_dir():
+        raise SnapshotError(f"{argument}: cannot be written: it is a folder; expected a file")
+    if path.exists() and path != talk.file:
         try:
             read_header(path)
         except SnapshotError as error:
             raise SnapshotError(f"{argument} is there already, and no conversation: {error}") from error
+        talk.file = path
+        talk.draft = f"/save {argument}"
+        how = "Enter" if sys.stdin.isatty() else "the same command"
+        notice(f"{argument} has a saved conversation already; {how} replaces it")
+        return
     talk.conversation.save(path)
+    talk.file = path
     notice(f"saved {_describe(talk)} to {argument} ({format_bytes(path.stat().st_size)})")
 
 
 def _load(talk: Talk, argument: str) -> None:
-    talk.conversation.load(Path(argument).expanduser())
+    path = Path(argument).expanduser()
+    talk.conversation.load(path)
+    talk.file = path
     talk.statistics = RunStatistics()
     asked = _questions(talk)
     notice(f"loaded {_describe(talk)}" + (f"; the last question was: {_start(asked[-1])}" if asked else ""))

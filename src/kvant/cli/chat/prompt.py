@@ -12,6 +12,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, is_searching
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
@@ -20,6 +21,8 @@ from kvant.cli.chat.commands import BY_NAME, COMMANDS, SETTINGS
 from kvant.cli.chat.talk import Talk, notice
 
 MAX_HISTORY = 1 << 20  # bytes
+MAX_SHOWN = 1000  # characters of a paste; a longer one, or one of more lines, is shown as one word
+MAX_LINES = 10
 QUOTES = '"""'  # a message between them may have lines typed with Enter
 STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bottom-toolbar.text": ""})
 
@@ -27,15 +30,16 @@ STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bott
 class Prompt:
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
+        self._pastes = _Pastes()
         is_hidden = sys.stdout.isatty() and not sys.stderr.isatty()
         self._session: PromptSession[str] = PromptSession(
             output=create_output(stdout=sys.stdout if is_hidden else terminal.behind(sys.stderr)),
-            history=_history(),
+            history=_history(self._pastes),
             completer=_Completer(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             multiline=True,
             prompt_continuation="  ",
-            key_bindings=_keys(),
+            key_bindings=_keys(self._pastes),
             bottom_toolbar=lambda: self._talk.status(self._session.output.get_size().columns),
             style=STYLE,
             enable_suspend=True,
@@ -44,14 +48,39 @@ class Prompt:
 
     def read(self) -> str:
         """The next message; what is to be edited stands there already."""
-        draft, self._talk.draft = self._talk.draft, ""
-        text = self._session.prompt("> ", default=draft).encode("utf-8", "replace").decode().strip()
+        draft = self._pastes.shortened(self._talk.draft)
+        self._talk.draft = ""
+        typed = self._session.prompt("> ", default=draft)
+        text = self._pastes.whole(typed).encode("utf-8", "replace").decode().strip()
         if text.startswith(QUOTES):
             text = text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
         return text
 
 
-def _keys() -> KeyBindings:
+class _Pastes:
+    """Long texts, which stand in the line of input as one short word: they would fill the screen."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}  # by what stands for it
+
+    def shortened(self, text: str) -> str:
+        """Return what stands for the text in the line of input; a short one is itself."""
+        if len(text) <= MAX_SHOWN and text.count("\n") < MAX_LINES:
+            return text
+        number = len(self._texts) + 1
+        command, space, message = text.partition(" ") if text.startswith("/edit ") else ("", "", text)
+        short = f"[text {number}: {len(message):,} characters]"
+        self._texts[short] = message
+        return f"{command}{space}{short}"
+
+    def whole(self, text: str) -> str:
+        """Return the text with everything that was shortened in it."""
+        for short, long in self._texts.items():
+            text = text.replace(short, long)
+        return text
+
+
+def _keys(pastes: _Pastes) -> KeyBindings:
     """Enter sends, Alt-Enter (or Escape, then Enter) begins a new line."""
     keys = KeyBindings()
 
@@ -66,6 +95,11 @@ def _keys() -> KeyBindings:
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @keys.add(Keys.BracketedPaste)
+    def _(event: KeyPressEvent) -> None:
+        text = event.data.replace("\r\n", "\n").replace("\r", "\n")
+        event.current_buffer.insert_text(pastes.shortened(text))
 
     return keys
 
@@ -95,12 +129,16 @@ class _Completer(Completer):
 class _History(FileHistory):
     """Of all sessions, in a file that only this user reads."""
 
+    def __init__(self, path: Path, pastes: _Pastes) -> None:
+        super().__init__(path)
+        self._pastes = pastes
+
     def store_string(self, string: str) -> None:
         with suppress(OSError, UnicodeError):  # a full disk, bytes that are no text: the conversation goes on
-            super().store_string(string)
+            super().store_string(self._pastes.whole(string))
 
 
-def _history() -> History:
+def _history(pastes: _Pastes) -> History:
     from platformdirs import user_state_path
 
     path = user_state_path("kvant") / "chat_history"
@@ -112,7 +150,7 @@ def _history() -> History:
     except OSError as error:
         notice(f"the history of questions is not kept: {error}")
         return InMemoryHistory()
-    return _History(path)
+    return _History(path, pastes)
 
 
 def _shorten(path: Path) -> None:

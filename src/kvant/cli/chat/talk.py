@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Literal
 
 from kvant.cli import terminal
@@ -20,6 +21,7 @@ from kvant.engine.sampling import SamplingOptions
 from kvant.engine.stream import GenerationResponse
 from kvant.errors import ContextError, PromptError
 from kvant.sizes import format_bytes
+from kvant.text.thinking import marks_of
 
 View = Literal["markdown", "plain", "unchanged"]
 
@@ -54,7 +56,12 @@ class Talk:
             overflow=overflow,
             template_variables=session.template_variables,
         )
+        marks = marks_of(session.tokenizer)
+        of_thinking = "" if marks is None else "".join((*marks.starts, marks.end, *marks.left_out))
+        special = session.tokenizer.special_tokens.items()
+        self._hidden = {token: text for token, text in special if text not in of_thinking}
         self.statistics = RunStatistics()  # of the last answer
+        self.file: Path | None = None  # that /save may replace: it was saved, loaded or asked about
         self.draft = ""  # what stands in the next line of input, to be edited
         self._answers = 0
         self._view, self._overflow = view, overflow
@@ -102,11 +109,11 @@ class Talk:
                     for response in responses:
                         progress.stop()
                         statistics.add(response)
-                        show(response.text)
+                        show(self._visible(response))
         except KeyboardInterrupt:
             notice("stopped")
         except ContextError as error:
-            notice("; ".join([str(error), *self._more_room()]))
+            notice("; ".join([f"error: {error}", *self._more_room(refused=True)]))
         if forgotten := self.conversation.forgotten:
             notice(f"the oldest {forgotten} messages were forgotten: the context is full")
         reason = None if statistics.last is None else statistics.last.finish_reason
@@ -115,15 +122,21 @@ class Talk:
         elif reason == "length":
             notice(f"cut at max_tokens, {self.run.max_tokens}; /set max_tokens changes it")
 
-    def _more_room(self) -> list[str]:
-        """What the user can do about a full context."""
+    def _more_room(self, *, refused: bool = False) -> list[str]:
+        """What the user can do about a full context, or about a message that was ``refused``."""
         context, limit = self.session.model.config.max_position_embeddings, self.conversation.limit
-        more = ["--max-kv-size reserves more"] if limit is not None and limit != context else []
-        return (
-            ["/reset forgets the conversation", *more]
-            if self._overflow == "stop" and self.conversation.messages
-            else more
-        )
+        ways = []
+        if self._overflow == "stop" and self.conversation.messages:
+            ways.append("/reset forgets the conversation")
+        elif refused:
+            ways.append("send a shorter message")
+        if limit is not None and limit != context:
+            ways.append("--max-kv-size reserves more")
+        return ways
+
+    def _visible(self, response: GenerationResponse) -> str:
+        """The response's text without a special token that the model wrote."""
+        return response.text.removesuffix(self._hidden.get(response.token, ""))
 
     @contextmanager
     def _shown(self) -> Iterator[Callable[[str], None]]:
