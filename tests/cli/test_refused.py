@@ -37,6 +37,8 @@ USAGE = [
     ("generat hi", "Did you mean 'generate'?"),
     # Prompt and model.
     ("generate", "no prompt"),
+    ("generate ''", "the prompt is empty"),
+    ("generate '  '", "the prompt is empty"),
     (
         "generate once upon a",
         "3 arguments are given; put a prompt of several words in quotes: kvant generate ",
@@ -179,7 +181,6 @@ ON_A_CPU = [
     ("bench --streams 4 --engine kvant:fused", "setting is 'fused'; MLX's default device is no GPU"),
 ]
 FAILURES = [
-    ("generate '  '", "the prompt is empty"),
     (f"generate -q '{'word ' * 4000}'", "tokens; 2048 are"),
     ("generate -q 'Tell me a story' --max-kv-size 5", "tokens; 5 are reserved"),
     ("generate a --max-kv-size 4096", "--max-kv-size is 4096; the model's context is 2048 tokens"),

@@ -71,6 +71,21 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
                 assert flag in flags, f"kvant {name} has no {flag}"
 
 
+def test_every_command_is_named() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text()
+    for name in COMMANDS:
+        assert re.search(rf"^\| `kvant {name}[ `]", text, re.MULTILINE), name
+
+
+def test_every_command_with_an_adapter_is_named() -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
+    found = re.search(r"`--adapter-path` of (.*) \|$", text, re.MULTILINE)
+    assert found is not None
+    commands = [typer.main.get_command(make_app([name])).commands[name] for name in COMMANDS]  # type: ignore[attr-defined]
+    takes = {command.name for command in commands if any(p.name == "adapter_path" for p in command.params)}
+    assert {*re.findall(r"`(\w+)`", found[1])} == takes
+
+
 @pytest.mark.parametrize("name", ["generate", "chat"])
 def test_every_flag_is_named(name: str) -> None:
     text = (ROOT / "docs" / "commands.md").read_text()

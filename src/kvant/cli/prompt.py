@@ -85,7 +85,7 @@ def read_prompt(argument: str | None, option: str | None) -> str:
             )
         prompt = "\n\n".join(parts)
     if not prompt.strip():
-        raise PromptError("the prompt is empty")
+        raise BadValueError("the prompt is empty; expected text")
     return prompt
 
 
