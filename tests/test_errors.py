@@ -13,6 +13,7 @@ from kvant.errors import (
     ModelError,
     PromptError,
     WeightsError,
+    did_you_mean,
     library_errors,
     one_line,
     printable,
@@ -64,6 +65,15 @@ def test_a_path_keeps_its_ends_and_the_reason_stays_whole() -> None:
     text = f"{path}: sha256 {digests[0]}; expected {digests[1]}; remove {path} and pull again"
     assert str(WeightsError(text)) == text
     assert cell_len(str(WeightsError("word " * 10_000))) <= 1000
+
+
+def test_names_that_look_like_one_or_begin_with_it() -> None:
+    names = ["Qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-90b", "pocket"]
+    assert did_you_mean("Poket", names) == "; did you mean 'pocket'?"
+    assert did_you_mean("qwen3", names[:1] + names[3:]).count("'") == 2 * 4
+    assert did_you_mean("qwen3", names).count("'") == 2 * 5
+    assert did_you_mean("POCKET", names) == "; did you mean 'pocket'?"
+    assert did_you_mean("qwe", names) == did_you_mean("gemma3", names) == ""
 
 
 def test_a_wrong_argument_is_worded_in_the_callers_names() -> None:

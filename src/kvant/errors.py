@@ -19,6 +19,7 @@ from unicodedata import east_asian_width
 
 EXIT_INTERRUPTED = 130
 MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal
+MIN_BEGINNING = 4  # characters of a name that say which one is meant
 MAX_CHARACTERS = 2000  # of a text that are looked at
 
 
@@ -128,16 +129,21 @@ def one_line(error: BaseException) -> str:
 
 
 def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """The end of a sentence that refuses a name: those that look like it; empty where none does.
+    """Return the end of a sentence that refuses a name: up to 5 that look like it, or begin with it.
 
-    Capital letters do not count.
+    Capital letters do not count. It is empty if there is none.
     """
     from difflib import get_close_matches
 
     by_lower = {name.lower(): name for name in names}
     lower = text[:100].lower()
     near = [lower] if lower in by_lower else get_close_matches(lower, by_lower, cutoff=0.7)
-    return f"; did you mean {' or '.join(repr(by_lower[name]) for name in near)}?" if near else ""
+    if len(lower) >= MIN_BEGINNING and lower not in by_lower:
+        near += [name for name in by_lower if name.startswith(lower) and name not in near]
+    if not near:
+        return ""
+    *names, last = (repr(by_lower[name]) for name in near[:5])
+    return f"; did you mean {', '.join(names)}{' or ' * bool(names)}{last}?"
 
 
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:

@@ -5,24 +5,29 @@ huggingface_hub.
 import hashlib
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import call
 from support.hub import Hub, git_id
 from support.pull_machine import REPOSITORY, WEIGHTS, Machine
 from support.terminal import Terminal
 
 import kvant
 from kvant import weights
+from kvant.cli import models
 from kvant.cli.models import cache_bytes
 from kvant.engine.load import find_model
 from kvant.errors import ModelError, WeightsError
+from kvant.machine import Machine as ThisMachine
 from kvant.models import Decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
 from kvant.plan import Checkpoint
+from kvant.sizes import format_bytes
 from kvant.weights.lock import Lock, read_lock, write_lock
 from kvant.weights.reference import COMMIT
 from kvant.weights.reference import REPOSITORY as FORM
@@ -290,6 +295,31 @@ def test_cache_bytes_are_those_of_the_cache(pocket: tuple[Decoder, Any], pocket_
         assert (long - short) / 256 == stated[bits]
     assert stated[16] == 2 * stated[8] / (1 + 2 / 32)
     assert cache_bytes({}) is None
+
+
+def test_the_table_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache for 4,096 tokens, of a model with a shorter context for that."""
+    machine = ThisMachine("cpu", 3 * 10**9, 3 * 10**9, "a small memory")
+    monkeypatch.setattr(models, "this_machine", lambda: machine)
+    rows = {row["name"]: row for row in json.loads(call("models", "--json").stdout)}
+    fits = {name for name in NAMES if rows[name]["fits_here"]}
+    assert {"qwen2.5-0.5b-4bit", "smollm2-135m"} <= fits
+    assert not {"qwen2.5-1.5b", "qwen2.5-7b", "mistral-7b-4bit"} & fits
+    table = call("models").stdout
+    assert "all of a run in 3.00 GB (a small memory)" in table
+    found = re.search(r"pocket +embedded +yes +6\.25 MB +(\S+ MB) ", table)
+    assert found is not None
+    assert found[1] == format_bytes(2048 * 1088)
+    found = re.search(r"qwen2\.5-7b +\w+ +no +15\.24 GB +(\S+ MB) ", table)
+    assert found is not None
+    assert found[1] == format_bytes(4096 * 30464)
+
+
+def test_a_family_suggests_its_models() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'qwen3-0\.6b', .* or 'qwen3-8b-4bit'"):
+        weights.parse_reference("qwen3")
+    with pytest.raises(ValueError, match="mean 'smollm2-135m'"):
+        weights.parse_reference("smol")
 
 
 OTHER = "somebody/other-model"

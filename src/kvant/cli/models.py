@@ -14,9 +14,12 @@ from kvant.cli import terminal
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError
 from kvant.files import read_json
+from kvant.machine import this_machine
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
 from kvant.operators.packing import PACKINGS
+from kvant.sizes import format_bytes
+from kvant.tools.plan import Checkpoint, plan
 from kvant.weights.imported import imported_models, size_of
 from kvant.weights.known import packaged_models
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 GROUP = 32  # values that share a float16 scale
 CACHE_BITS = (16, *PACKINGS)
+CACHE_TOKENS = 4096
+CACHE_COLUMN = "cache for\n4k tokens"
 MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the hub may say anything
 
 
@@ -41,6 +46,7 @@ class Row:
     here: str  # "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded
     way: str | None  # "native": kvant's decoder; "bridged": mlx-lm's class, with kvant's cache; or "refused"
     problem: str | None = None  # the change, or why it is refused
+    fits_here: bool | None = None  # by its memory plan, with a cache for CACHE_TOKENS at 8 bits
 
 
 def models(
@@ -68,17 +74,25 @@ def models(
 
 
 def _table(rows: list[Row]) -> "Iterator[RenderableType]":
-    numbers = ["MB", "context", *(f"{bits} bits" for bits in CACHE_BITS)]
     several = any(row.way not in (None, "native") for row in rows)
     texts = []
     for row in rows:
-        sizes = [(row.cache_bytes_per_token or {}).get(each) for each in CACHE_BITS]
-        shown = ["" if size is None else f"{size:,.0f}" for size in (row.bytes / 1e6, row.context, *sizes)]
-        texts.append([row.name, *shown, row.license or "", *([row.way or ""] if several else []), row.here])
-    columns = ["name", *numbers, "license", *(["way"] if several else []), "here"]
-    yield terminal.table(columns, texts, right=numbers, padding=0)
-    bits = ", ".join(map(str, CACHE_BITS))
-    yield f"{bits} bits: bytes of cache a token, in groups of {GROUP} with float16 scales below 16"
+        per_token = (row.cache_bytes_per_token or {}).get(8)
+        cache = "" if per_token is None else format_bytes(round(per_token * _tokens(row.context)))
+        context = "" if row.context is None else f"{row.context:,}"
+        fits = {True: "yes", False: "no", None: ""}[row.fits_here]
+        numbers = [format_bytes(row.bytes), cache, context]
+        way = [row.way or ""] if several else []
+        texts.append([row.name, row.here, fits, *numbers, row.license or "", *way])
+    right = ["size", CACHE_COLUMN, "context"]
+    columns = ["name", "here", "fits\nhere", *right, "license", *(["way"] if several else [])]
+    yield terminal.table(columns, texts, right=right, padding=0)
+    machine = this_machine()
+    memory = f"{format_bytes(machine.limit_bytes)} ({machine.limit_source})"
+    yield (
+        f"cache: at 8 bits, for {CACHE_TOKENS} tokens or the whole context; "
+        f"fits here: all of a run in {memory}"
+    )
     yield (
         f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, "
         f"kvant's cache "
@@ -128,9 +142,23 @@ def _row(
     if pulled is not None:
         size, here = sum(file.bytes for file in pulled.files.values()), "changed" if pulled.problem else "yes"
         problem = pulled.problem or problem
-    return Row(
-        name, size, _count(config, "max_position_embeddings"), cache_bytes(config), terms, here, way, problem
-    )
+    context = _count(config, "max_position_embeddings")
+    fits = _fits(config, size, context) if way == "native" else None
+    return Row(name, size, context, cache_bytes(config), terms, here, way, problem, fits)
+
+
+def _fits(config: Mapping[str, Any], size: int, context: int | None) -> bool | None:
+    """Whether a model fits into this machine's memory by its plan; None: there is no plan for it."""
+    try:
+        planned = plan(Checkpoint.from_facts(config, size or None), max_kv_size=_tokens(context))
+    except (ModelError, ValueError):
+        return None
+    return planned.total <= this_machine().limit_bytes
+
+
+def _tokens(context: int | None) -> int:
+    """The tokens of the cache in the table: of a shorter context no more than that has."""
+    return min(CACHE_TOKENS, context or CACHE_TOKENS)
 
 
 def way_of(config: Mapping[str, Any]) -> tuple[str | None, str | None]:

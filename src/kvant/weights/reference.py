@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvant.errors import WeightsError, did_you_mean
 from kvant.fields import shown
-from kvant.weights.known import known_models
+from kvant.weights.known import known_models, packaged_models
 
 # The hub's own rules, and lengths that fit a file name.
 REPOSITORY = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
@@ -60,7 +60,7 @@ def parse_reference(text: str, revision: str | None = None) -> Reference:
     if model is not None:
         repository = model.repository
     elif not REPOSITORY.fullmatch(repository) or REFUSED.search(repository):
-        near = did_you_mean(repository, known_models())
+        near = did_you_mean(repository, [*known_models(), *packaged_models()])
         expected = near or "; expected one that `kvant models` lists, or owner/repository[@revision]"
         raise ValueError(f"{shown(text)} is no known model{expected}")
     if wanted is not None and not is_revision(wanted):
