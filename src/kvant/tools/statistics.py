@@ -9,6 +9,7 @@ from statistics import median
 from typing import TypeVar
 
 T = TypeVar("T")
+WIDE = 1.25  # the largest value divided by the smallest; on an idle machine paired rounds differ by less
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,11 @@ class Spread:
     minimum: float
     maximum: float
     count: int  # of the values
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the values differ so much that something else must have used the machine."""
+        return self.maximum > WIDE * self.minimum
 
 
 def percentile(values: Iterable[float], percent: float) -> float:

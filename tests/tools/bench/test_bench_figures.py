@@ -82,6 +82,20 @@ def test_every_figure_of_known_delays() -> None:
             assert ratio.count == rounds
 
 
+def test_rounds_that_disagree_are_marked() -> None:
+    """As on a busy machine; those that agree are not."""
+
+    def noisy(label: str, run: int, context: int, position: int) -> float:
+        return 5.0 * (1.5 if label == "fast" and run == busy else 1)
+
+    busy = 1
+    printed = _printed(summarize(record(noisy)))
+    assert "~1.00 (1.00-1.50)" in printed
+    assert "~ The rounds disagree: the machine was busy." in printed
+    busy = -1
+    assert "~" not in _printed(summarize(record(noisy)))
+
+
 def test_percentiles_among_infinite_values_are_no_nan() -> None:
     values = [1.0, math.inf, math.inf]
     assert [percentile(values, percent) for percent in (0, 40, 50, 75, 100)] == [1.0, *[math.inf] * 4]

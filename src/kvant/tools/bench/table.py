@@ -14,6 +14,7 @@ from kvant.tools.statistics import Spread
 
 # heading, attribute of a Summary, its factor, and a note for the caption
 Column = tuple[str, str, float, str]
+BUSY = "~ The rounds disagree: the machine was busy. Measure again when it is idle, or with more --repeats."
 PAIRED = "Of the same round: median over rounds, and range. Below 1 is faster."
 
 TABLES: list[tuple[str, list[Column]]] = [
@@ -112,16 +113,24 @@ def tables(summaries: Sequence[Summary]) -> Group:
             table.add_section()
         parts += ["", table]
     runs = sorted({summary.runs for summary in summaries})
-    return Group(*parts[1:], "", f"Rounds: {'-'.join(map(str, dict.fromkeys((runs[0], runs[-1]))))}")
+    parts += ["", f"Rounds: {'-'.join(map(str, dict.fromkeys((runs[0], runs[-1]))))}"]
+    values = (getattr(summary, name) for summary in summaries for name in Summary.__slots__)
+    if any(isinstance(value, Spread) and value.is_wide for value in values):
+        parts.append(BUSY)
+    return Group(*parts[1:])
 
 
 def _cell(value: float | Spread | None, factor: float) -> str:
-    """A number, or a spread as 0.61 (0.59-0.64); the median alone if the range is empty."""
+    """A number, or a spread as 0.61 (0.59-0.64); the median alone if the range is empty.
+
+    ~ marks a wide spread.
+    """
     if not isinstance(value, Spread):
         return _number(None if value is None else value * factor)
     if value.minimum == value.maximum:
         return _number(value.median)
-    return f"{_number(value.median)} ({_number(value.minimum)}-{_number(value.maximum)})"
+    mark = "~" if value.is_wide else ""
+    return f"{mark}{_number(value.median)} ({_number(value.minimum)}-{_number(value.maximum)})"
 
 
 def _number(value: float | None) -> str:
