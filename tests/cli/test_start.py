@@ -14,10 +14,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import typer
 from support.command import COMMAND, QUESTION, call, refusal, run, sampling_of
 from support.key_transforms import drawn_format
 
-from kvant.cli.app import COMMANDS
+from kvant.cli.app import COMMANDS, make_app
+from kvant.cli.help import GROUPED, GROUPS
 from kvant.engine.load import POCKET, find_model
 from kvant.text.tokenizer import load_tokenizer
 
@@ -98,6 +100,33 @@ def test_the_command_alone_and_its_summaries_fit_a_terminal() -> None:
     listed = alone.stdout.partition("Commands:\n")[2].splitlines()
     assert [line.split()[0] for line in listed] == list(COMMANDS)
     assert all(len(line) <= 80 and line.endswith(".") and "..." not in line for line in listed)
+
+
+def test_the_help_lists_flags_in_groups() -> None:
+    """Each flag once, the common ones first, and no long list among them."""
+    titles = ["Arguments", "Common options", *GROUPS]
+    for name in GROUPED:
+        text = call(name, "--help").stdout
+        shown = [title for title in titles if f"\n{title}:\n" in text]
+        assert shown == re.findall(r"^(\w.*):$", text, re.MULTILINE)
+        assert {"Common options", "Cache options", "Speed options", "Advanced options"} <= {*shown}
+        command = typer.main.get_command(make_app([name])).commands[name]  # type: ignore[attr-defined]
+        listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+        assert sorted(listed) == sorted(
+            next(flag for flag in parameter.opts if flag.startswith("--"))
+            for parameter in command.get_params(typer.Context(command))
+            if parameter.param_type_name == "option"
+        )
+        common = text.partition("Common options:\n")[2].partition("\n\n")[0]
+        assert len(re.findall(r"^  -", common, re.MULTILINE)) <= 15
+        assert max(map(len, text.splitlines())) <= 80
+    grouped = {name for names in GROUPS.values() for name in names}
+    parameters = [
+        parameter.name
+        for name in GROUPED
+        for parameter in typer.main.get_command(make_app([name])).commands[name].params  # type: ignore[attr-defined]
+    ]
+    assert grouped <= {*parameters}
 
 
 def test_one_argument_beside_a_prompt_of_a_flag_is_the_model() -> None:

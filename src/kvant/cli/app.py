@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from kvant.cli import interrupts, ranks
 from kvant.cli.defaults import CONFIGURED, BadValueError
+from kvant.cli.help import GROUPED, GroupedCommand
 from kvant.cli.terminal import escaping_standard_error
 from kvant.errors import EXIT_INTERRUPTED, ArgumentError, KvantError, one_line, printable
 from kvant.text.process import TextProcess
@@ -65,7 +66,8 @@ def make_app(arguments: list[str]) -> typer.Typer:
         function = FUNCTIONS.get(name, name)
         module = import_module(f"kvant.cli.{function}")
         settings = {"allow_interspersed_args": name != LAUNCHER}
-        app.command(name, short_help=summary, context_settings=settings)(getattr(module, function))
+        kind = GroupedCommand if name in GROUPED else None
+        app.command(name, cls=kind, short_help=summary, context_settings=settings)(getattr(module, function))
     return app
 
 

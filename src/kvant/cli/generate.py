@@ -34,9 +34,9 @@ def generate(
         list[str] | None,
         typer.Argument(
             metavar="[MODEL] [PROMPT]",
-            help="One argument is the prompt, two are the model and the prompt; with --prompt one is the "
-            "model. "
-            "Text that is piped in goes before the prompt, or is it; - reads all of it from standard input.",
+            help="The prompt; or the model and the prompt; or, with --prompt, the model. Text that "
+            "is piped in comes before the prompt, or is the prompt. - reads the prompt from "
+            "standard input.",
             autocompletion=options.complete_models,
         ),
     ] = None,
@@ -54,29 +54,24 @@ def generate(
     ] = False,
     prefill: Annotated[
         str | None,
-        typer.Option(
-            "--prefill-response", metavar="TEXT", help="The answer begins with this text, and goes on."
-        ),
+        typer.Option("--prefill-response", metavar="TEXT", help="Begin the answer with this text."),
     ] = None,
     json_lines: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a token instead of text.")
+        bool, typer.Option("--json", help="Print a JSON object for each token instead of text.")
     ] = False,
-    n: Annotated[
-        int, typer.Option("--n", help="Answer so many times, each with its own seed; read the prompt once.")
-    ] = 1,
+    n: Annotated[int, typer.Option("--n", help="Give this many answers, each with its own seed.")] = 1,
     prompts_file: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Answer many prompts: a JSON object a line, with prompt or messages, and with id, "
-            "max_tokens, stop "
-            "and options of sampling where they are its own; - reads them from standard input.",
+            help="Answer the prompts in this file, a JSON object a line: prompt or messages, and "
+            "perhaps id, max_tokens, stop and sampling options; - reads standard input.",
         ),
     ] = None,
     sequences: Annotated[
         int | None,
         typer.Option(
-            help=f"Of --prompts-file and --n: so many answers at once, at most; default: {SEQUENCES}."
+            help=f"Give at most this many answers at once, with --prompts-file or --n; default: {SEQUENCES}."
         ),
     ] = None,
     deterministic: options.Deterministic = False,
@@ -84,7 +79,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Keep prompt and answer in this file. Where it exists, only what differs from it is read.",
+            help="Keep the prompt and the answer in this file. If it exists, only what is new is read.",
         ),
     ] = None,
 ) -> None:

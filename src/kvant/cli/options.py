@@ -86,13 +86,15 @@ Pulled = Annotated[
 ]
 AdapterPath = Annotated[
     str | None,
-    typer.Option(help="The folder of a LoRA or DoRA adapter as mlx_lm.lora writes it; applied at load."),
+    typer.Option(help="Apply the LoRA or DoRA adapter in this folder, which mlx_lm.lora wrote."),
 ]
 # the first that fits is proposed
 PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")
-PrefillStepSize = Annotated[int, typer.Option(help="Prompt tokens fed at a time; smaller takes less memory.")]
+PrefillStepSize = Annotated[
+    int, typer.Option(help="Read the prompt in chunks of this many tokens; fewer take less memory.")
+]
 NumDraftTokens = Annotated[
-    int | None, typer.Option(help="Tokens that the draft model drafts a step, 1 to 7; default: 3.")
+    int | None, typer.Option(help="Tokens that the draft model guesses in a step, 1 to 7; default: 3.")
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
 
@@ -100,30 +102,36 @@ DiskCacheFolder = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="Keep pages of the cache in this folder, so that a text is not read again after a restart; "
-        "default: none.",
+        help="Keep what the cache holds in this folder, so that a text is not read again after a "
+        "restart; default: no folder.",
     ),
 ]
 DiskCacheSize = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="The most that --disk-cache takes, such as 500MB; default: 20GB."),
+    typer.Option(
+        metavar="SIZE", help="Let the disk cache take at most this much, such as 500MB; default: 20GB."
+    ),
 ]
 
 KvFormat = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|pmx",
-        help="Store each layer of the cache as `kvant report --tune` measured for the model; or pmx: 4 bits, "
-        "and keys "
-        "not rotated.",
+        help="Store each layer of the cache as `kvant report --tune` found best for the model; "
+        "or pmx: PMX's plain 4 bits.",
     ),
 ]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="An answer is the same whatever runs beside it; slower.")
+    bool,
+    typer.Option(
+        "--deterministic", help="Give the same answer whatever else is answered at the time; slower."
+    ),
 ]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option(metavar="TOKEN:BIAS", help="Add BIAS to the logit of token id TOKEN; repeatable."),
+    typer.Option(
+        metavar="TOKEN:BIAS", help="Add BIAS to the logit of the token with the id TOKEN; repeatable."
+    ),
 ]
 
 
@@ -141,50 +149,53 @@ class RunOptions:
             metavar="NAME",
             is_eager=True,
             callback=_use_preset,
-            help="The options of a preset in the config file.",
+            help="Take the options of this preset in the config file.",
         ),
     ] = None
     adapter_path: AdapterPath = None
     # What is said to it, and what ends its answer.
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", help="Generate at most this many tokens.")
+        int, typer.Option("--max-tokens", "-m", help="End the answer after this many tokens.")
     ] = 256
-    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; repeatable.")] = (
-        None
-    )
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End the answer before this text; repeatable.")
+    ] = None
     extra_eos_token: Annotated[
         list[str] | None,
-        typer.Option(metavar="TOKEN", help="A token, or its id, that ends the text, too; repeatable."),
+        typer.Option(
+            metavar="TOKEN", help="End the answer at this token, given as text or id, too; repeatable."
+        ),
     ] = None
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the tokens that end a text, up to --max-tokens.")
+        bool,
+        typer.Option("--ignore-eos", help="Continue past the tokens that end an answer, up to --max-tokens."),
     ] = False
-    system_prompt: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = (
-        None
-    )
+    system_prompt: Annotated[
+        str | None, typer.Option(help="Begin the conversation with this system message.")
+    ] = None
     chat_template_config: Annotated[
         str | None,
         typer.Option(
-            metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."
+            metavar="JSON", help="Set variables of the chat template, such as '{\"enable_thinking\": false}'."
         ),
     ] = None
     # How the cache stores tokens, how many, and how they are read and fed.
     kv_bits: Annotated[
         int | None,
-        typer.Option(help=f"Bits of a cached key or value: {BITS_IN_WORDS}; default: 8."),
+        typer.Option(help=f"Bits of each number in the cache: {BITS_IN_WORDS}; default: 8."),
     ] = None
     kv_group_size: Annotated[
         int | None,
         typer.Option(
-            help="Cached values that share one scale; divides the head dimension; default: 32, or one that "
-            "does."
+            help="Numbers in the cache that share one scale; it divides the model's head dimension; "
+            "default: 32 if it does."
         ),
     ] = None
     kv_bias_split: Annotated[
         bool,
         typer.Option(
             "--kv-bias-split/--no-kv-bias-split",
-            help="Keep the projections' biases out of the cache; attention adds them.",
+            help="Keep the biases of keys and values out of the cache, so that they stay exact.",
         ),
     ] = True
     kv_format: KvFormat = None
@@ -192,34 +203,30 @@ class RunOptions:
         bool | None,
         typer.Option(
             "--kv-tail/--no-kv-tail",
-            help="Also store the first 4 and the last 108 tokens as they were computed, and read these; "
-            "default: at 4 bits.",
+            help="Also keep the first 4 and the last 108 tokens unquantized; default: only at 4 bits.",
         ),
     ] = None
     max_kv_size: Annotated[
         str | None,
         typer.Option(
             metavar="TOKENS|auto",
-            help="Tokens reserved in the cache, or auto: as many as fit; default: the smaller of 4096 and "
-            "the context, "
-            "of serve auto.",
+            help="Reserve the cache for this many tokens, or for as many as fit into memory; "
+            "default: 4096 or the whole context, whichever is less; with serve auto.",
         ),
     ] = None
     kernels: Annotated[
         str | None,
         typer.Option(
             metavar="unfused|fused",
-            help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a GPU that "
-            "it works "
-            "on.",
+            help="How attention reads the cache; default: KVANT_KERNELS, else the fused kernel on a "
+            "GPU that it works on.",
         ),
     ] = None
     checkpoints: Annotated[
         int | None,
         typer.Option(
-            help="Of a model with windows or states, or a cache with an exact tail: ends of texts that "
-            "others, or a retry, go on from, so many at once; default: 2 for each of several sequences; of "
-            "chat 6, or 2 for a tail alone."
+            help="Places in a text to return to, for models that cannot go back to any token; "
+            "default: 2 for each of --sequences; of chat 6, or 2 with only an exact tail."
         ),
     ] = None
     prefill_step_size: PrefillStepSize = 512
@@ -227,26 +234,24 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="packed|float32",
-            help="How a CPU holds quantized weights: as they are stored, or as float32, which takes more "
-            "memory and "
-            "less time; default: float32 where that leaves half of the memory free.",
+            help="How a CPU holds quantized weights: packed as stored, or as float32, which is "
+            "faster and takes more memory; default: float32 if that leaves half of the memory "
+            "free.",
         ),
     ] = None
     # What drafts.
     draft: Annotated[
         Source,
         typer.Option(
-            help="prompt: guess tokens where prompt or answer repeat, and verify several a step, where that "
-            "is "
-            "expected to be faster; the text is the same, but for rounding."
+            help="prompt: guess tokens from repeated text and check several in one step, if that is "
+            "expected to be faster. The answer stays the same, except for rounding."
         ),
     ] = "none"
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help="A smaller model with the same tokenizer that drafts tokens, which are verified several a "
-            "step, where "
-            "that is expected to be faster; named as --model is.",
+            help="Guess tokens with this smaller model, which has the same tokenizer, and check "
+            "several in one step; named as for --model.",
             autocompletion=complete_models,
         ),
     ] = None
@@ -256,22 +261,17 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="|".join(PARALLEL),
-            help="On several ranks (`kvant launch`): layers dealt to them, or every layer divided. Default: "
-            "pipeline, "
-            "or tensor where it alone fits.",
+            help="On several machines (`kvant launch`): give each some layers, or a part of every "
+            "layer; default: pipeline, or tensor if only that fits.",
         ),
     ] = None
     wired: Annotated[
         bool,
-        typer.Option(
-            "--wired", help="Keep the planned memory from being paged out; on Macs only, macOS 15 or later."
-        ),
+        typer.Option("--wired", help="Keep the planned memory from being swapped out; macOS 15 or later."),
     ] = False
     raw: Annotated[
         bool,
-        typer.Option(
-            "--raw", help="On a terminal, send control characters of the text as they are; it obeys them."
-        ),
+        typer.Option("--raw", help="Send control characters in the answer to the terminal as they are."),
     ] = False
     quiet: Quiet = False
     # Of values that no flag gave: name -> value, and where it comes from, in words.

@@ -42,23 +42,28 @@ def serve(
     alias: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="Another name that clients may give the model, or a pattern; repeatable."
+            metavar="NAME",
+            help="Let clients use this name for the model, too, or any name that fits this pattern; "
+            "repeatable.",
         ),
     ] = None,
     host: Annotated[
         str,
-        typer.Option(help="The address to listen on. One that other machines reach needs --api-key-file."),
+        typer.Option(help="Listen on this address. One that other machines reach needs --api-key-file."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen on; 0: any that is free.")] = 8080,
-    sequences: Annotated[int, typer.Option(help="So many answers at once; further requests wait.")] = 4,
+    port: Annotated[int, typer.Option(help="Listen on this port; 0: any that is free.")] = 8080,
+    sequences: Annotated[
+        int, typer.Option(help="Answer at most this many requests at once; further ones wait.")
+    ] = 4,
     max_queue: Annotated[
-        int, typer.Option(help="So many requests may wait; further ones are answered with 429.")
+        int, typer.Option(help="Let at most this many requests wait; further ones are refused with 429.")
     ] = 64,
     strict: Annotated[
         bool,
         typer.Option(
             "--strict",
-            help="Refuse a field that is not known or cannot be heeded. Else it is left out, and said.",
+            help="Refuse a request with a field that is unknown or unsupported; default: ignore the "
+            "field and say so.",
         ),
     ] = False,
     deterministic: options.Deterministic = False,
@@ -66,7 +71,7 @@ def serve(
     disk_cache_size: options.DiskCacheSize = None,
     api_key_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The keys of clients, one a line; without it any key will do."),
+        typer.Option(metavar="FILE", help="Accept only the keys in this file, one a line; default: any key."),
     ] = None,
     allow_origin: Annotated[
         list[str] | None,

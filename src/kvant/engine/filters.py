@@ -94,7 +94,7 @@ class FilterOptions:
     """The temperature and the options of filters; None: not given."""
 
     temp: float | None = option_field(
-        TEMP, "Sampling temperature; 0 always picks the likeliest token; default: the model's, else 0."
+        TEMP, "How random the answer is; 0 always takes the likeliest token; default: the model's, else 0."
     )
     top_p: float | None = option_field(
         SHARE,
@@ -107,7 +107,7 @@ class FilterOptions:
         "temp",
     )
     min_tokens_to_keep: int = option_field(
-        COUNT, "Keep at least this many of the likeliest tokens, whatever min-p says.", "min_p", default=1
+        COUNT, "Keep at least this many of the likeliest tokens, despite --min-p.", "min_p", default=1
     )
     top_k: int | None = option_field(
         NUMBER,
@@ -116,13 +116,13 @@ class FilterOptions:
     )
     xtc_probability: float = option_field(
         FRACTION,
-        "How often to drop all likely tokens but the least likely of them; 0: never.",
+        "How often to drop all likely tokens except the least likely of them; 0: never.",
         "temp",
         default=0.0,
     )
     xtc_threshold: float | None = option_field(
         HALF,
-        f"Probability from which on XTC calls a token likely; default: {XTC_THRESHOLD}.",
+        f"For --xtc-probability, count a token as likely from this on; default: {XTC_THRESHOLD}.",
         "xtc_probability",
     )
 

@@ -23,7 +23,7 @@ from kvant.files import read_optional
 from kvant.text.tokenizer import Tokenizer
 
 FILE = "generation_config.json"
-RECENT = f"How many recent tokens that penalty looks at; default: {CONTEXT_SIZE}."
+RECENT = f"How many recent tokens the penalty looks at; default: {CONTEXT_SIZE}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class SamplingOptions(FilterOptions):
     """
 
     repetition_penalty: float | None = option_field(
-        DIVISOR, "Divide the logits of recent tokens by this; 1 or 0: off; default: the model's, else 1."
+        DIVISOR, "Make recent tokens less likely by this factor; 1 or 0: off; default: the model's, else 1."
     )
     repetition_context_size: int | None = option_field(COUNT, RECENT, "repetition_penalty")
     presence_penalty: float = option_field(
@@ -43,7 +43,7 @@ class SamplingOptions(FilterOptions):
     )
     presence_context_size: int | None = option_field(COUNT, RECENT, "presence_penalty")
     frequency_penalty: float = option_field(
-        FINITE, "Subtract this from a recent token's logit once an occurrence; 0: off.", default=0.0
+        FINITE, "Subtract this from a recent token's logit each time it occurs; 0: off.", default=0.0
     )
     frequency_context_size: int | None = option_field(COUNT, RECENT, "frequency_penalty")
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> number added to its logit

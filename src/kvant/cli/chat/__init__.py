@@ -34,18 +34,18 @@ def chat(
     markdown: Annotated[
         bool,
         typer.Option(
-            "--markdown/--no-markdown", help="On a terminal, show answers as markdown or as they are."
+            "--markdown/--no-markdown", help="Show answers as markdown on a terminal, or as they are."
         ),
     ] = True,
     overflow: Annotated[
         Literal["forget", "stop"],
-        typer.Option(help="When the context is full, forget the oldest turns and go on, or stop."),
+        typer.Option(help="When the context is full, forget the oldest turns, or stop."),
     ] = "forget",
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Keep the conversation in this file: loaded where it exists, saved when the chat ends.",
+            help="Keep the conversation in this file: load it at the start if it exists, save it at the end.",
         ),
     ] = None,
     disk_cache: options.DiskCacheFolder = None,

@@ -58,7 +58,8 @@ class Talk:
         )
         marks = marks_of(session.tokenizer)
         of_thinking = "" if marks is None else "".join((*marks.starts, marks.end, *marks.left_out))
-        special = session.tokenizer.special_tokens.items()
+        # --ignore-eos is for seeing what comes after an answer's end
+        special = () if run.ignore_eos else session.tokenizer.special_tokens.items()
         self._hidden = {token: text for token, text in special if text not in of_thinking}
         self.statistics = RunStatistics()  # of the last answer
         self.file: Path | None = None  # that /save may replace: it was saved, loaded or asked about
