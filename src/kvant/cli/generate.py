@@ -12,6 +12,7 @@ from kvant.cli import prompt_cache_file as cache_file
 from kvant.cli.answer_output import AnswerOutput
 from kvant.cli.answering import answer
 from kvant.cli.defaults import OF_THE_TEMPLATE
+from kvant.cli.json_schema import SchemaGrammars, check_flags, read_schema
 from kvant.cli.options import BadValueError, RunOptions, Without
 from kvant.cli.progress import LateProgress
 from kvant.cli.prompt import check_first_word, read_prompt, split_arguments
@@ -59,6 +60,10 @@ def generate(
     json_lines: Annotated[
         bool, typer.Option("--json", help="Print a JSON object for each token instead of text.")
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Give an answer that satisfies the JSON schema in this file."),
+    ] = None,
     n: Annotated[int, typer.Option("--n", help="Give this many answers, each with its own seed.")] = 1,
     prompts_file: Annotated[
         str | None,
@@ -96,8 +101,12 @@ def generate(
     if n > MAX_ANSWERS:
         raise BadValueError(f"--n is {n}; expected at most {MAX_ANSWERS}")
     options.check_text(
-        prefill_response=prefill, prompt_cache_file=prompt_cache_file, prompts_file=prompts_file
+        prefill_response=prefill,
+        prompt_cache_file=prompt_cache_file,
+        prompts_file=prompts_file,
+        json_schema=json_schema,
     )
+    check_flags(json_schema, run, prefill)
     of_a_file = prompts_file is not None
     together = n > 1 or deterministic or of_a_file
     if sequences is not None and not together:
@@ -122,6 +131,7 @@ def generate(
     else:
         lines = [Line("", 1, read_prompt(text, prompt), None, None, sampling, has_seed=False)]
     cache_file.check(prompt_cache_file)
+    schema = None if json_schema is None else read_schema(json_schema)
     at_once = sequences or SEQUENCES
     hashes = prompt_cache_file is not None
     if together:  # how much is reserved depends on the prompts
@@ -134,9 +144,13 @@ def generate(
     if session.sampling(sampling, drawn)[0] is greedy and n > 1:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")
     say(session.sampling_line + ", where a line says nothing else" * of_a_file, run.quiet)
+    grammars = None if schema is None else SchemaGrammars(session, schema)
     questions = [
-        prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill) for line in lines
+        prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill, schema=grammars)
+        for line in lines
     ]
+    if grammars is not None:
+        grammars.close()
     # On a terminal the answers of a file themselves say how far it is.
     quiet = run.quiet or (of_a_file and sys.stdout.isatty())
     with LateProgress("answering" if of_a_file else "reading the prompt", quiet=quiet) as progress:

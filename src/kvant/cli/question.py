@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from kvant.cli.json_schema import SchemaGrammars
 from kvant.cli.options import BadValueError, RunOptions
 from kvant.cli.prompts_file import Line
 from kvant.cli.session import Session
@@ -32,29 +33,52 @@ class Question:
 
 
 def prepare(
-    session: Session, run: RunOptions, line: Line, drawn: int, *, plain: bool, begun: str | None = None
+    session: Session,
+    run: RunOptions,
+    line: Line,
+    drawn: int,
+    *,
+    plain: bool,
+    begun: str | None = None,
+    schema: SchemaGrammars | None = None,
 ) -> Question:
-    """A line's question; ``drawn`` is the seed if nothing says one, ``begun`` how the answer begins."""
+    """Return a line's question.
+
+    Args:
+        session: has the model and the tokenizer.
+        run: the flags.
+        line: the prompt, and what its line asks for.
+        drawn: the seed if nothing says one.
+        plain: without the chat template.
+        begun: how the answer begins.
+        schema: holds the answer to a JSON schema.
+    """
     with at(line):
         if plain and not isinstance(line.prompt, str):
             raise ArgumentError(
                 "messages", "are given; they need the chat template that --ignore-chat-template leaves out"
             )
+        rendered = None
         if plain:
             ids = encode_prompt(session.tokenizer, str(line.prompt), session.model.config.vocab_size)
         else:
             asked = (
                 [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
             )
-            ids = _chat_ids(session, asked, run.system_prompt, begun)
+            rendered = _rendered(session, asked, run.system_prompt, begun)
+            ids = encode_rendered(session.tokenizer, rendered)
+            if not ids:
+                raise PromptError("the prompt is empty: the chat template renders nothing")
         sampler, processors = session.sampling(line.sampling, drawn)
+        if schema is not None:
+            processors = [*processors, schema.processor(rendered)]
     stop = (run.stop or ()) if line.stop is None else line.stop
     return Question(line, ids, sampler, tuple(processors), line.max_tokens or run.max_tokens, stop)
 
 
-def _chat_ids(
+def _rendered(
     session: Session, messages: Sequence[Message], system_prompt: str | None, begun: str | None
-) -> list[int]:
+) -> str:
     """Messages through the chat template, up to where the answer begins, or with what it has ``begun``."""
     tokenizer, variables = session.tokenizer, session.template_variables
     if not tokenizer.has_chat_template:
@@ -64,16 +88,11 @@ def _chat_ids(
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if begun is None:
-        rendered = render_chat(tokenizer, messages, variables)
-    else:
-        messages = [*messages, {"role": "assistant", "content": begun}]
-        given = {**variables, "tokenize": False, "continue_final_message": True}
-        with library_errors(PromptError, "the chat template failed"):
-            rendered = str(tokenizer.apply_chat_template(messages, **given))
-    ids = encode_rendered(tokenizer, rendered)
-    if not ids:
-        raise PromptError("the prompt is empty: the chat template renders nothing")
-    return ids
+        return render_chat(tokenizer, messages, variables)
+    messages = [*messages, {"role": "assistant", "content": begun}]
+    given = {**variables, "tokenize": False, "continue_final_message": True}
+    with library_errors(PromptError, "the chat template failed"):
+        return str(tokenizer.apply_chat_template(messages, **given))
 
 
 @contextmanager
