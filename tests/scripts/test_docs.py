@@ -1,6 +1,10 @@
 """README, CONTRIBUTING and docs: links and paths lead somewhere, commands, flags and examples work."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +97,38 @@ def test_every_flag_is_named(name: str) -> None:
     for parameter in command.params:
         flags = [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--")]
         assert not flags or any(re.search(rf"`{flag}[` ]", text) for flag in flags), flags
+
+
+HOWTO = (ROOT / "docs" / "howto.md").read_text()
+# What needs a download, an adapter, a server or another program.
+NOT_HERE = re.compile(r"import|adapters|serve|curl|claude")
+BLOCKS = [
+    block
+    for block in re.findall(r"^```sh\n(.*?)^```", HOWTO, re.MULTILINE | re.DOTALL)
+    if not NOT_HERE.search(block)
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[-1])
+def test_what_how_to_says_works(block: str, tmp_path: Path, pocket_folder: Path) -> None:
+    """On the embedded model, with nothing to read on standard input."""
+    shutil.copytree(pocket_folder, tmp_path / "my-model")
+    kvant = f'kvant() {{ "{sys.executable}" -m kvant "$@"; }}\n'
+    script = f"set -e\n{kvant}{block.replace('MODEL', 'pocket')}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_most_of_how_to_is_tried() -> None:
+    assert len(BLOCKS) >= 5
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from typer import Context
 from typer.core import TyperCommand
 
 # By parameter; a flag that is in no group here is among the common ones.
@@ -32,7 +31,7 @@ GROUPED = ("generate", "chat", "serve")  # commands with this help
 class GroupedCommand(TyperCommand):
     """A command whose help lists its flags by :data:`GROUPS`, in the order that they have there."""
 
-    def format_options(self, ctx: Context, formatter: Any) -> None:
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, and then the flags, a section for each group."""
         order = {name: (title, place) for title, names in GROUPS.items() for place, name in enumerate(names)}
         sections: dict[str, list[tuple[int, tuple[str, str]]]] = {
