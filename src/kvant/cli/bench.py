@@ -27,9 +27,9 @@ def bench(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="kvant, kvant:unfused or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (its weights "
-            "cast), "
-            "or mlx-lm:openblas (kvant's BLAS lent to it); repeatable; default: kvant and mlx-lm."
+            help="kvant, kvant:unfused or kvant:fused (its kernels), mlx-lm, mlx-lm:float32 (with "
+            "its weights cast), or mlx-lm:openblas (with kvant's BLAS); repeatable; default: "
+            "kvant and mlx-lm."
         ),
     ] = None,
     model: Annotated[
@@ -38,7 +38,9 @@ def bench(
     ] = None,
     random: Annotated[
         str | None,
-        typer.Option(metavar="SHAPE", help=f"Random weights instead of a model: {', '.join(SHAPES)}."),
+        typer.Option(
+            metavar="SHAPE", help=f"Use random weights of this shape instead of a model: {', '.join(SHAPES)}."
+        ),
     ] = None,
     weight_bits: Annotated[
         int | None, typer.Option(help="Bits of the random weights: 4, 8, or 0 for bfloat16; default: 4.")
@@ -49,35 +51,37 @@ def bench(
     prompt_tokens: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N...", help="Prompt lengths; default: those of 128,1024,4096 the model has room for."
+            metavar="N,N...",
+            help="Lengths of the prompts; default: 128,1024,4096, as far as the model has room.",
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", help="Tokens generated in every run.")
+        int, typer.Option("--max-tokens", "-m", help="Generate this many tokens in every run.")
     ] = 64,
     kv_bits: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N...", help="Bits of a cached key or value: 0 (not quantized), 8, 4; default: 0,8,4."
+            metavar="N,N...",
+            help="Bits of each number in the cache: 0 (not quantized), 8, 4; default: 0,8,4.",
         ),
     ] = None,
     kv_group_size: Annotated[
         int | None,
-        typer.Option(
-            help="Cached values that share one scale; default: each engine's, 32 of kvant, 64 of mlx-lm."
-        ),
+        typer.Option(help="Numbers in the cache that share one scale; default: 32 for kvant, 64 for mlx-lm."),
     ] = None,
     kv_format: options.KvFormat = None,
     repeats: Annotated[
-        int, typer.Option(help="Rounds: every engine runs every prompt length once in each.")
+        int, typer.Option(help="Rounds; in each, every engine runs every prompt length once.")
     ] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of random weights.")] = 0,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="LABEL", help="The engine others are divided by; default: the first mlx-lm."),
+        typer.Option(
+            metavar="LABEL", help="Divide the others' times by this engine's; default: the first mlx-lm."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.jsonl", help="Keep every token's time here.")
+        Path | None, typer.Option(metavar="FILE.jsonl", help="Write the time of every token to this file.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -90,15 +94,14 @@ def bench(
     draft: Annotated[
         Source,
         typer.Option(
-            help="prompt: measure kvant with drafts of prompt and answer too, beside kvant without; default "
-            "engine: "
-            "kvant alone."
+            help="prompt: also measure kvant with tokens guessed from repeated text; default engine "
+            "then: kvant alone."
         ),
     ] = "none",
     draft_model: Annotated[
         str | None,
         typer.Option(
-            help="Measure kvant with the drafts of this model too, instead of --draft prompt.",
+            help="Also measure kvant with tokens guessed by this model, instead of --draft prompt.",
             autocompletion=options.complete_models,
         ),
     ] = None,
@@ -107,11 +110,9 @@ def bench(
         str | None,
         typer.Option(
             metavar="N,N...",
-            help="Measure so many requests at once: kvant's pool, kvant one by one, and mlx-lm's batches. "
-            "Their "
-            "prompts take the lengths of --prompt-tokens (default: 128) in turn. With --server: those "
-            "servers, and "
-            "engines that are named.",
+            help="Measure this many requests at once: kvant's pool, kvant one by one, and mlx-lm's "
+            "batches. Their prompts take the lengths of --prompt-tokens (default: 128) in turn. "
+            "With --server: those servers, and the engines you name.",
         ),
     ] = None,
     server: Annotated[
@@ -123,7 +124,8 @@ def bench(
         ),
     ] = None,
     server_model: Annotated[
-        list[str] | None, typer.Option(help="The model's name at that server; of several, in their order.")
+        list[str] | None,
+        typer.Option(help="The name of the model at that server; for several servers in their order."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:

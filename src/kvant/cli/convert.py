@@ -35,13 +35,13 @@ def convert(
         ),
     ] = None,
     hf_path: Annotated[
-        str | None, typer.Option(help="SOURCE, as mlx_lm.convert names it; wants -q beside it.")
+        str | None, typer.Option(help="SOURCE under its name in mlx_lm.convert; needs -q.")
     ] = None,
     mlx_path: Annotated[
-        str | None, typer.Option(help="DEST, as mlx_lm.convert names it; wants -q beside it.")
+        str | None, typer.Option(help="DEST under its name in mlx_lm.convert; needs -q.")
     ] = None,
     quantize: Annotated[
-        bool, typer.Option("--quantize", "-q", help="Quantize, as in mlx_lm.convert; here the default.")
+        bool, typer.Option("--quantize", "-q", help="Quantize, as in mlx_lm.convert; kvant does by default.")
     ] = False,
     bits: Annotated[
         int | None,

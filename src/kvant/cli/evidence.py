@@ -26,12 +26,13 @@ def evidence(
     model: options.Model = POCKET,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="Measure, ten minutes at most, and write this file."),
+        typer.Option(metavar="FILE.json", help="Measure for at most ten minutes, and write this file."),
     ] = None,
     check: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.json", help="Say what such a file lacks, and whether it is as it was written."
+            metavar="FILE.json",
+            help="Say what such a file lacks, and whether it was changed since it was written.",
         ),
     ] = None,
     json_object: Annotated[

@@ -32,7 +32,7 @@ def import_model(
     ],
     *,
     name: Annotated[
-        str | None, typer.Option(help="The name to use it by; default: the file's, or Ollama's.")
+        str | None, typer.Option(help="The name to use it by; default: that of the file, or of Ollama.")
     ] = None,
     output: Annotated[
         Path | None,

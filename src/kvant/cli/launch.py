@@ -35,23 +35,31 @@ def launch(
     ] = None,
     *,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", help="Run so many ranks, all on this machine.")
+        int | None, typer.Option("--ranks", "-n", help="Run this many ranks, all on this machine.")
     ] = None,
     hostfile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Run a rank on each of MLX's hosts.")
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(metavar="ring|jaccl|jaccl-ring|nccl", help="As mlx.launch.")
+        str | None, typer.Option(metavar="ring|jaccl|jaccl-ring|nccl", help="The backend of mlx.launch.")
     ] = None,
     starting_port: Annotated[
-        int | None, typer.Option("--starting-port", "-p", help="Default: free ones with -n, else 32323.")
+        int | None,
+        typer.Option(
+            "--starting-port",
+            "-p",
+            help="The first port that the ranks use; default: free ones with -n, else 32323.",
+        ),
     ] = None,
     env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of every rank; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Set a variable of the environment for every rank; repeatable."
+        ),
     ] = None,
-    cwd: Annotated[str | None, typer.Option(metavar="FOLDER", help="Where every rank runs.")] = None,
+    cwd: Annotated[str | None, typer.Option(metavar="FOLDER", help="Run every rank in this folder.")] = None,
     python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Every rank's Python, which has kvant.")
+        str | None, typer.Option(metavar="PATH", help="Run every rank with this Python, which has kvant.")
     ] = None,
 ) -> None:
     """Run a command as ranks: `kvant launch -n 2 -- generate "Hello"`, or `--hostfile hosts.json`.

@@ -56,7 +56,7 @@ def models(
     architectures: Annotated[
         bool,
         typer.Option(
-            "--architectures", help="List architectures instead of models, and which way each goes."
+            "--architectures", help="List architectures instead of models: native, bridged or refused."
         ),
     ] = False,
 ) -> None:

@@ -211,7 +211,7 @@ class RunOptions:
         typer.Option(
             metavar="TOKENS|auto",
             help="Reserve the cache for this many tokens, or for as many as fit into memory; "
-            "default: 4096 or the whole context, whichever is less; with serve auto.",
+            "default: 4096 or the whole context, whichever is less; of serve: auto.",
         ),
     ] = None
     kernels: Annotated[

@@ -48,7 +48,9 @@ def plan(
     run: Annotated[RunOptions, NOT_OF_A_PLAN],
     sequences: Annotated[
         int | None,
-        typer.Option(help="Plan a pool of so many sequences at once, each of --max-kv-size tokens at most."),
+        typer.Option(
+            help="Plan a pool for this many sequences at once, each of at most --max-kv-size tokens."
+        ),
     ] = None,
     weight_bits: Annotated[
         int | None,
@@ -58,21 +60,20 @@ def plan(
         int | None, typer.Option(help="Weights that share one scale, with --weight-bits; default: 64.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Plan as cpu or gpu holds a model; default: what MLX computes on here.")
+        str | None,
+        typer.Option(help="Plan for a model on the cpu or the gpu; default: what MLX computes on here."),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE[,SIZE..]",
-            help="Plan for a machine with this much memory, such as 8GB (of 2^30 bytes each, as memory is "
-            "sold), "
-            "instead of this one; with gpu for a Mac, whose GPU may use about 2/3 of it. Of several machines "
-            "one size "
-            "for all, or one for each.",
+            help="Plan for a machine with this much memory, such as 8GB, instead of this one; with "
+            "--device gpu for a Mac, whose GPU may use about 2/3 of it. For several machines "
+            "give one size, or one for each.",
         ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Plan for so many machines, each like this one or as --memory says.")
+        int | None, typer.Option(help="Plan for this many machines, each like this one or as --memory says.")
     ] = None,
     hostfile: Annotated[
         str | None,
@@ -82,8 +83,8 @@ def plan(
         bool,
         typer.Option(
             "--remote",
-            help="Ask the hub for config.json and the sizes of the files, nothing else: the model need not "
-            "be pulled.",
+            help="Ask the hub for config.json and the sizes of the files, so that the model need not "
+            "be downloaded.",
         ),
     ] = False,
     as_json: Annotated[

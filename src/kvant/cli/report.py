@@ -34,10 +34,10 @@ def report(
         str | None,
         typer.Option(
             metavar="F,F...",
-            help="Cache formats: bits, g, group, :nosplit for biases in the cache, :pmx for keys that are "
-            "not rotated, :tail or :notail for exact first and last tokens or none, such as "
-            "8g32,4g64:nosplit,4g32:notail; 0 is the reference; default: 8 and 4 bits in groups of 32 and "
-            "64, with and without the bias split.",
+            help="Cache formats, such as 8g32,4g64:nosplit,4g32:notail: bits, g and the group size, "
+            "then :nosplit for biases in the cache, :pmx for keys that are not rotated, :tail "
+            "or :notail for exact first and last tokens or none; 0 is the reference. Default: 8 "
+            "and 4 bits in groups of 32 and 64, with and without the bias split.",
         ),
     ] = None,
     text: Annotated[
@@ -49,34 +49,34 @@ def report(
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(help="At most so many tokens of text, and of pocket's recall questions."),
+        typer.Option(help="Read at most this many tokens of text, and of pocket's recall questions."),
     ] = DEFAULT_TOKENS,
     decode_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Read so many tokens at the end of the first piece one by one, at most a quarter of it; "
-            "default: 256."
+            help="Read this many tokens at the end of the first piece one by one, at most a quarter "
+            "of it; default: 256."
         ),
     ] = None,
     reserve: Annotated[
         int | None,
         typer.Option(
-            help="Tokens reserved in each cache, and the most that a piece of the text has; default: the "
-            "whole text, or the model's context."
+            help="Reserve each cache for this many tokens, the most that a piece of the text has; "
+            "default: the whole text, or the model's context."
         ),
     ] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
             metavar="mlx-lm|FILE",
-            help="Measure mlx-lm's caches too, through mlx-lm's model: 8 and 4 bits in groups of 32 and 64. "
-            "Or, with --reference, what llama-perplexity wrote to another FILE with a quantized cache. Can "
-            "be repeated.",
+            help="Also measure mlx-lm's caches, with mlx-lm's model: 8 and 4 bits in groups of 32 "
+            "and 64. With --reference: another FILE that llama-perplexity wrote with a "
+            "quantized cache; repeatable.",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png|svg", help="Draw KLD against bytes a token; needs matplotlib."),
+        typer.Option(metavar="FILE.png|svg", help="Draw KLD against the bytes of a token; needs matplotlib."),
     ] = None,
     reference: Annotated[
         Path | None,
@@ -91,33 +91,34 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Choose what keys go through, and bits by layer, of keys and of values, on one half of the "
-            "text; "
-            "measure the choice on the other; write FILE for --kv-format.",
+            help="Choose a transform for the keys, and the bits of keys and values for each layer, "
+            "on one half of the text; measure the choice on the other half; write FILE for "
+            "--kv-format.",
         ),
     ] = None,
     kv_bits: Annotated[
-        int | None, typer.Option(help="With --tune: bits of what gets no more; default: 4.")
+        int | None, typer.Option(help="With --tune: the bits to begin with; default: 4.")
     ] = None,
     max_kld: Annotated[
         float | None,
         typer.Option(
-            help="With --tune: layers get 8 bits until the mean KLD is at most this; default: 0.005."
+            help="With --tune: give layers 8 bits until the mean KLD is at most this; default: 0.005."
         ),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
             metavar="N,N...",
-            help="Let every format answer generated tasks, too: needles in a text, variables, common words. "
-            "Prompt and answer have at most N tokens; the text is --text, or built-in stories.",
+            help="Also let every format answer generated tasks: needles in a text, variables, common "
+            "words. Prompt and answer have at most N tokens; the text is --text, or built-in "
+            "stories.",
         ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="With --tasks: so many of each kind and length; default: 10.")
+        int | None, typer.Option(help="With --tasks: this many of each kind and length; default: 10.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="With --tasks: the same seed makes the same; default: 0.")
+        int | None, typer.Option(help="With --tasks: the seed that they are drawn with; default: 0.")
     ] = None,
     json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
