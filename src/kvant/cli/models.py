@@ -18,8 +18,8 @@ from kvant.machine import this_machine
 from kvant.models.architectures import ARCHITECTURES
 from kvant.models.config import ModelConfig
 from kvant.operators.packing import PACKINGS
+from kvant.plan import Checkpoint, plan
 from kvant.sizes import format_bytes
-from kvant.tools.plan import Checkpoint, plan
 from kvant.weights.imported import imported_models, size_of
 from kvant.weights.known import packaged_models
 
