@@ -50,7 +50,6 @@ from kvant.plan import (
     split_pairs,
 )
 from kvant.ranks.arrangement import Arrangement
-from kvant.ranks.follow import follow as compute
 from kvant.sizes import format_bytes
 from kvant.text.process import TextProcess
 from kvant.text.prompt import check_variables
@@ -318,6 +317,7 @@ def follow(run: RunOptions, *, bounded: bool = False) -> None:
     guard = ranks.guard()
     if guard is None or not guard.rank:
         return
+    from kvant.ranks.follow import follow as compute
 
     folder = find_model(run.model)
     divided = divide_model(guard, run, folder, *prepare(run, folder))
