@@ -125,21 +125,30 @@ def _command(text: str) -> str:
     return shlex.join(["kvant", *kept])
 
 
+def _compared(record: Mapping[str, Any]) -> str:
+    """Say what the formats were compared with, unless it is kvant's own full cache."""
+    other = record.get("compared_with")
+    return f" Compared with llama.cpp's predictions in {other}." if other else ""
+
+
 def _report(name: str, record: Mapping[str, Any]) -> str:
     rows = []
     for leg in LEGS:
         for each in record["formats"]:
             own = each[leg]
             klds = [f"{own[f'{figure}_kld_nats']:.1e}" for figure in ("mean", "median", "p99", "p999")]
-            same, perplexity = f"{own['top1']:.2%}", f"{own['perplexity']:.3f}"
-            rows.append((leg, each["format"], each["bytes_per_token"], *klds, same, perplexity))
+            # Files of llama.cpp's predictions say neither bytes nor a perplexity.
+            size = each["bytes_per_token"] or ""
+            perplexity = "" if own["perplexity"] is None else f"{own['perplexity']:.3f}"
+            rows.append((leg, each["format"], size, *klds, f"{own['top1']:.2%}", perplexity))
     text, first = record["text"], record["reference"]
-    said = f"{record['model']}, {text['tokens']:,} tokens of {text['name']}, {record['device']}"
+    source = text["name"].removeprefix("the tokens of ")
+    said = f"{record['model']}, {text['tokens']:,} tokens of {source}, {record['device']}"
     legs = (
         f"{first['prefill']['positions']:,} predictions are of tokens read in chunks, {first['decode']['positions']:,} "
         f"of tokens read one by one behind {record['prompt_tokens']:,}; {record['reserved_tokens']:,} tokens reserved, "
         f"{record['dtype']}, perplexity {first['prefill']['perplexity']:.3f} and {first['decode']['perplexity']:.3f} "
-        "without quantization."
+        f"without quantization.{_compared(record)}"
     )
     return f"\n### {said}\n\n{_file(name)}: {legs}\n\n{_table(REPORT_HEAD, rows)}"
 
