@@ -63,7 +63,7 @@ def generate(*arguments: str) -> str:
 def check_pull() -> None:
     folder = command("pull", MODEL).strip()
     assert Path(folder, "config.json").is_file()
-    assert any(line.split()[0] == MODEL and line.split()[-1] == "yes" for line in _lines(command("models")))
+    assert any(line.split()[:2] == [MODEL, "yes"] for line in _lines(command("models")))
     assert "fits" in command("plan", MODEL)
 
 
