@@ -442,7 +442,7 @@ def test_rename(visit: Any) -> None:
     assert tab.run("active().value") == "!"
     tab.press("Enter")
     assert tab.run("$('#list .open').textContent") == "!"
-    # Whoever goes to another conversation renames nothing.
+    # Changing to another conversation ends the renaming.
     tab.click("#list .actions >> text=Rename")
     tab.type("Lost")
     tab.click("#new")

@@ -217,16 +217,18 @@ class BridgedLayer:
             )
         transform = self.layer.transform
         self._append(transform.keys(keys), transform.values(values), rows)
-        stored = self._read(keys.dtype)
-        fetched_keys = transform.restored(stored[0])
-        fetched = fetched_keys, fetched_keys if value_is_key else transform.values(stored[1])
+        stored_keys, stored_values = self._read(keys.dtype)
+        fetched_keys = transform.restored(stored_keys)
         if value_is_key:
-            stored = stored[0], fetched_keys
+            stored_values = fetched_keys
+            fetched = fetched_keys, fetched_keys
+        else:
+            fetched = fetched_keys, transform.values(stored_values)
         if own.shared:
             self._fetched = fetched
         self.appended = True
         self.offset = self.offset + self.step.new_tokens
-        hook.remember(self, *fetched, stored if transform.name else None)
+        hook.remember(self, *fetched, (stored_keys, stored_values) if transform.name else None)
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:

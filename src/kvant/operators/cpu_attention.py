@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -43,24 +42,17 @@ def attend_block(
             each = mx.where(mx.arange(T) <= mx.arange(T - S, T)[:, None], each, -math.inf)
         scores = each.reshape(scores.shape)
     column = None if sinks is None else mx.repeat(sinks, S).reshape(1, K, -1, 1)
-    return weighted(scores, [value], column).reshape(B, H, S, -1)
+    return weighted(scores, value, column).reshape(B, H, S, -1)
 
 
-def weighted(scores: mx.array, values: Sequence[mx.array], sinks: mx.array | None) -> mx.array:
-    """Return values (B, K, T, Dv), which may lie in several arrays, weighted by the softmax of scores (B, K,
-    N, T), with sinks (1, K, N, 1) beside them.
-    """
+def weighted(scores: mx.array, value: mx.array, sinks: mx.array | None) -> mx.array:
+    """Return values (B, K, T, Dv) weighted by the softmax of scores (B, K, N, T) and sinks (1, K, N, 1)."""
     if sinks is not None:
         scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights, sums = softmax_parts(scores)
     if sinks is not None:
         weights = weights[..., :-1]
-    if len(values) == 1:
-        output = weights @ values[0]
-    else:
-        ends = list(accumulate(value.shape[2] for value in values))[:-1]
-        parts = [own @ value for own, value in zip(mx.split(weights, ends, axis=-1), values, strict=True)]
-        output = sum(parts[1:], parts[0])
+    output = weights @ value
     return output if sums is None else output / sums
 
 
@@ -173,7 +165,7 @@ def attend_singly(
         scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
         alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
-    outputs = [weighted(score, [value], column) for score, (_, value) in zip(scores, tokens, strict=True)]
+    outputs = [weighted(score, value, column) for score, (_, value) in zip(scores, tokens, strict=True)]
     output = mx.concatenate(outputs)
     if bias is not None:
         output = output + bias

@@ -21,8 +21,6 @@ from kvant.operators.stored_tokens import keys_and_values
 # Queries that attend at once through a mask: what it becomes, as terms of the scores, takes 16 bytes a token.
 MASKED_QUERIES = 128
 
-KeysAndValues = tuple[mx.array, mx.array]
-
 
 def attend_few_exactly(
     query: mx.array,

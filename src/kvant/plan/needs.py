@@ -204,7 +204,7 @@ def _float_bytes(layer: Layer, *, on_cpu: bool, in_pool: bool) -> int:
         found = (2 * itemsize if in_pool else 0) + (FLOAT32 if layer.splits and not on_cpu else 0)
     if layer.splits:
         found += FLOAT32 // 2 if on_cpu else FLOAT32
-    if layer.makes_scores:  # a model may repeat them for each query head, but for latents
+    if layer.makes_scores:  # a model may repeat them for each query head; latents are one head
         found += FLOAT32 * (layer.query_heads // own.num_kv_heads if own.num_kv_heads > 1 else 1)
     elif own.value_head_dim and (own.value_head_dim, own.value_bits) != (own.head_dim, own.kv_bits):
         found += FLOAT32  # they lie side by side, and a product takes a copy of each
