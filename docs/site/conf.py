@@ -21,13 +21,14 @@ include_patterns = [
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
+        ".github/SECURITY.md",
         "docs/**.md",
         "docs/site/*.rst",
         "scripts/results/README.md",
     ),
     "src/kvant/pocket/MODEL_CARD.md",
 ]
-exclude_patterns = [".*", "build", "dist", "tests"]  # nothing is searched there
+exclude_patterns = [".[!g]*", ".git", "build", "dist", "tests"]  # nothing is searched there
 
 myst_heading_anchors = 4  # GitHub's, which the pages' links name
 default_role = "code"

@@ -17,6 +17,7 @@ README = ROOT / "README.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
+    ROOT / ".github" / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "data").glob("*.md")),
     *sorted((ROOT / "scripts").rglob("*.md")),
