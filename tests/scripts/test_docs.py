@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import server_fields
 import typer
 
 from kvant.cli.app import COMMANDS, make_app
@@ -98,6 +99,10 @@ def test_every_flag_is_named(name: str) -> None:
     for parameter in command.params:
         flags = [flag for flag in (*parameter.opts, *parameter.secondary_opts) if flag.startswith("--")]
         assert not flags or any(re.search(rf"`{flag}[` ]", text) for flag in flags), flags
+
+
+def test_the_page_of_fields_is_that_of_the_server() -> None:
+    assert server_fields.PAGE.read_text("utf-8") == server_fields.page()
 
 
 HOWTO = (ROOT / "docs" / "howto.md").read_text()
