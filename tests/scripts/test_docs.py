@@ -105,7 +105,7 @@ def test_the_page_of_fields_is_that_of_the_server() -> None:
     assert server_fields.PAGE.read_text("utf-8") == server_fields.page()
 
 
-HOWTO = (ROOT / "docs" / "howto.md").read_text()
+HOWTO = (ROOT / "docs" / "README.md").read_text()
 # What needs a download, an adapter, a server or another program.
 NOT_HERE = re.compile(r"import|adapters|serve|curl|claude")
 BLOCKS = [
