@@ -2,7 +2,7 @@
 append.
 
 Every access is checked while it runs: tokens past the offset are poison and must not be touched
-(docs/kernels.md).
+(docs/operators.md).
 """
 
 from dataclasses import replace

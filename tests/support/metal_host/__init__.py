@@ -1,4 +1,4 @@
-"""Runs Metal kernels on a Linux machine, for tests: see docs/kernels.md."""
+"""Runs Metal kernels on a Linux machine, for tests: see docs/operators.md."""
 
 import sys
 

@@ -31,7 +31,7 @@ GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it run
 NO_GPU = (
     "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal "
     "text on the "
-    "host, thread by thread (docs/kernels.md), which says nothing of its speed or of a GPU's own compiler"
+    "host, thread by thread (docs/operators.md), which says nothing of its speed or of a GPU's own compiler"
 )
 OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is first made"
 UNFUSED = "unfused"
