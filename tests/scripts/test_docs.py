@@ -139,7 +139,7 @@ def test_most_of_how_to_is_tried() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [README, *(ROOT / "docs" / name for name in ("python.md", "batching.md", "operators.md"))],
+    [README, *(ROOT / "docs" / name for name in ("python.md", "performance.md", "operators.md"))],
     ids=page_ids,
 )
 def test_python_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:

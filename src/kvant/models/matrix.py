@@ -16,8 +16,8 @@ from kvant.models.quantization import Quantization
 from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, multiply_on_cores, unpacked_product
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-# On a CPU, measured on 2 cores (docs/performance.md). From so many rows of x making floats of the numbers is
-# faster:
+# On a CPU, measured on 2 cores (scripts/results/tables.txt). From so many rows of x making floats of the
+# numbers is faster:
 UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
 UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
 DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
