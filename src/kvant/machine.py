@@ -102,6 +102,12 @@ def machine_with(memory_bytes: int, device: Device) -> Machine:
     return Machine(device, memory_bytes, memory_bytes * 3 // 4, "about 3/4 of the memory, as on Macs")
 
 
+def bound_memory(arrays: int, scratch: int) -> None:
+    """Hold MLX to planned bytes: ``arrays`` at most, of which it keeps ``scratch`` for reuse."""
+    mx.set_cache_limit(scratch)
+    mx.set_memory_limit(arrays)
+
+
 def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
     """The smallest memory limit of the control groups this process is in, version 1 or 2; None: there is
     none.

@@ -26,6 +26,8 @@ COMMANDS = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model; the history stays in the cache.",
     "serve": "Serve a model over HTTP, to many clients at once.",
+    "ps": "List the models of running servers.",
+    "stop": "Unload a model of a running server.",
     "plan": "Say which memory a run takes, and whether it fits.",
     "import": "Make a model folder of a GGUF file.",
     "convert": "Quantize a model folder, or change its dtype.",

@@ -1,8 +1,8 @@
-"""``kvant serve``: one model over HTTP for many clients at once, as OpenAI's and Anthropic's clients
-speak.
-"""
+"""``kvant serve``: models over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
 
 import logging
+import math
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Annotated
@@ -11,15 +11,14 @@ import typer
 
 from kvant.cache.disk import QUEUE_BYTES
 from kvant.cli import options, ranks, terminal
-from kvant.cli.fitting import named_format
+from kvant.cli.defaults import source_of
 from kvant.cli.options import BadValueError, RunOptions, Without
-from kvant.cli.session import bound_memory, drafts_for_pool, follow, load_session
-from kvant.engine.model_drafts import PooledDrafts
+from kvant.cli.running import recorded
+from kvant.cli.session import follow, machine_without
+from kvant.engine.load import POCKET
 from kvant.errors import KvantError
 from kvant.files import read_user_file
 from kvant.installation import install_command
-from kvant.plan import MemoryPlan
-from kvant.plan.memory import as_record
 from kvant.sizes import format_bytes
 
 MAX_KEY = 1000  # characters
@@ -29,7 +28,17 @@ REQUEST_BYTES = 150_000_000
 
 # What a request says, or what has no use without a text to print.
 NOT_OF_A_SERVER = Without(
-    ["preset", "max_tokens", "stop", "extra_eos_token", "ignore_eos", "system_prompt", "raw", "origins"]
+    [
+        "model",
+        "preset",
+        "max_tokens",
+        "stop",
+        "extra_eos_token",
+        "ignore_eos",
+        "system_prompt",
+        "raw",
+        "origins",
+    ]
 )
 
 
@@ -39,12 +48,36 @@ def serve(
     model_argument: options.ModelArgument = None,
     *,
     run: Annotated[RunOptions, NOT_OF_A_SERVER],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL",
+            help=f"{options.MODEL_HELP}; repeatable: a request's `model` chooses; KVANT_MODEL is another "
+            "default.",
+            autocompletion=options.complete_models,
+        ),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|NAMES",
+            help="Serve every model folder in this folder, or these models, with commas between them.",
+        ),
+    ] = None,
+    keep_alive: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Unload a model that had no request for so long, such as 0, 90s or 5m; the next request "
+            "loads it again.",
+        ),
+    ] = "forever",
     alias: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Let clients use this name for the model, too, or any name that fits this pattern; "
-            "repeatable.",
+            help="Let clients use this name for the model, too, or any name that fits this pattern; of "
+            "several models for the first one, or NAME=MODEL; repeatable.",
         ),
     ] = None,
     host: Annotated[
@@ -80,27 +113,28 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve a model over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat
-    page.
-    """
+    """Serve models over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat page."""
     try:
-        from kvant.server.run import bind
+        from kvant.cli.served_models import chosen_models, keep_alive_seconds, offer
+        from kvant.server.registry import Registry
+        from kvant.server.run import bind, url_of
         from kvant.server.run import serve as serve_until_signalled
-        from kvant.server.service import Service, make_pool
         from kvant.server.settings import Settings
     except ImportError as error:
         raise KvantError(f"kvant serve needs the extra 'serve': {error}", install_command("serve")) from error
-    run = replace(run, model=options.choose_model(context, model_argument, run.model))
+    names = chosen_models(model_argument, chosen(context, model, model_argument, models), models)
     options.check_counts(sequences=sequences, max_queue=max_queue)
+    run = replace(run, model=names[0])
     if deterministic:
         options.check_deterministic(run)
     ranks.refuse(run.draft_model, disk_cache=disk_cache)
-    follow(run, bounded=True)
+    if len(names) == 1:
+        follow(run, bounded=True)
     disk = options.disk_cache(disk_cache, disk_cache_size)
     other_bytes = REQUEST_BYTES + (0 if disk is None else QUEUE_BYTES)
     settings = Settings(
-        model=run.model,
-        aliases=tuple(alias or ()),
+        model=names[0],
+        aliases=tuple(alias or ()) if len(names) == 1 else (),
         host=host,
         port=port,
         sequences=sequences,
@@ -110,53 +144,57 @@ def serve(
         draft=run.draft if run.draft_model is None else "model",
         max_queue=max_queue,
         strict=strict,
+        keep_alive_s=keep_alive_seconds(keep_alive),
         api_keys=read_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
     )
-
     say = partial(terminal.say, quiet=run.quiet)
-    with bind(settings) as bound:
-        wanted = options.kv_size(run.max_kv_size or options.AUTO)
-        session = load_session(
+    with bind(settings) as bound, ExitStack() as ending:
+        machine = machine_without(other_bytes)
+        offered = offer(
+            names,
             run,
-            context.obj,
-            max_kv_size=wanted,
-            sequences=sequences,
-            requests=other_bytes,
-            hashes=disk is not None,
-        )
-        planned = session.plan()
-        say(f"memory: {describe_plan(planned, other_bytes)}")
-        settings = replace(
             settings,
-            cache=session.settings.cache,
-            max_kv_size=planned.max_kv_size,
-            template_variables=dict(session.template_variables),
+            machine,
+            aliases=alias or (),
+            other_bytes=other_bytes,
+            disk=disk,
+            process=context.obj,
         )
-        bound_memory(planned.arrays, planned.scratch)
-        with named_format(session.settings):
-            pool = make_pool(settings, session.model)
-        drafts = drafts_for_pool(session, run, pool, deterministic=deterministic)
+        registry = Registry(settings, offered, machine.limit_bytes if len(offered) > 1 else math.inf)
+        registry.load_now(offered[0])
+        for served in offered[1:]:
+            size = format_bytes(served.planned["total"])
+            say(f"{served.name}: {size} planned, {served.context} tokens; loaded at its first request")
         if disk is not None:
-            pool.use_disk(disk, is_exact=deterministic)
-        with options.named("--deterministic"):
-            pooled = drafts if isinstance(drafts, PooledDrafts) else None
-            service = Service(settings, session.model, session.tokenizer, pool, as_record(planned), pooled)
-        session.say_cache(pool.describe(), run.quiet)
-        if disk is not None:
+            ending.callback(disk.close)
             say(f"disk cache: {disk.describe()}")
         if not run.quiet:
-            show_requests()
-        code = serve_until_signalled(service, bound, lambda line: say(f"kvant serve: {line}"))
+            show_log()
+        ending.enter_context(recorded(url_of(bound), settings.control_token))
+        code = serve_until_signalled(registry, bound, lambda line: say(f"kvant serve: {line}"))
     raise typer.Exit(code)
 
 
-def show_requests() -> None:
-    """Print a line for each request to standard error."""
-    requests = logging.getLogger("kvant.server.requests")
-    requests.addHandler(logging.StreamHandler())
-    requests.setLevel(logging.INFO)
-    requests.propagate = False
+def chosen(
+    context: typer.Context, model: list[str] | None, argument: str | None, models: str | None
+) -> list[str]:
+    """Return the values of --model that count: a default counts only if no model is named otherwise."""
+    is_flag = source_of(context, "model") == "COMMANDLINE"
+    if is_flag and argument is not None and model == [argument]:
+        raise BadValueError(f"the model {argument!r} is given twice")
+    if is_flag:
+        return model or []
+    return [] if argument is not None or models is not None else model or [POCKET]
+
+
+def show_log() -> None:
+    """Print a line for each request, and for each model that is loaded or unloaded, to standard error."""
+    for name in ("kvant.server.requests", "kvant.server.models"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
@@ -174,19 +212,3 @@ def read_keys(path: str | None) -> tuple[str, ...]:
                 f"without spaces"
             )
     return tuple(dict.fromkeys(key.decode("ascii") for key in keys if key))
-
-
-def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
-    """Describe a server's memory in a line; ``other_bytes``: for requests, and for writes to disk."""
-    parts = {
-        "weights": planned.weights,
-        "cache": planned.cache,
-        "state": planned.state,
-        "scratch": planned.scratch,
-    }
-    parts |= {"draft weights": planned.draft_weights, "draft cache": planned.draft_cache}
-    # neither is a GPU's memory
-    parts |= {"process": planned.process, "requests": other_bytes if planned.process else 0}
-    total = planned.total + parts["requests"]
-    listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    return f"{format_bytes(total)} planned at most: {listed}"

@@ -35,7 +35,7 @@ from kvant.engine.model_drafts import ModelDrafts, check_drafts, check_folders
 from kvant.engine.processors import LogitsProcessor
 from kvant.engine.sampler import Sampler
 from kvant.engine.sampling import SamplingOptions
-from kvant.machine import Machine, default_device, this_machine
+from kvant.machine import Machine, bound_memory, default_device, this_machine
 from kvant.models import LanguageModel
 from kvant.models.checkpoint import Progress
 from kvant.models.identity import identify
@@ -215,6 +215,7 @@ def load_session(
     requests: int = 0,
     talks: bool = False,
     hashes: bool = False,
+    machine: Machine | None = None,
 ) -> Session:
     """Plan the memory and load a model; nothing is reserved yet.
 
@@ -224,6 +225,7 @@ def load_session(
         max_kv_size: tokens that are going to be reserved, as far as that is known yet.
         requests: bytes for a server's requests and for a disk, if they come out of the same memory.
         hashes: compute the model's digest, which disk caches and files of caches need.
+        machine: what may be used of this machine, ``requests`` subtracted; default: all of it.
     """
     started = time.perf_counter()
     folder = find_model(run.model)
@@ -232,7 +234,9 @@ def load_session(
     draft_folder = None if run.draft_model is None else find_model(run.draft_model)
     if draft_folder is not None:
         check_folders(folder, draft_folder)
-    checkpoint, settings, machine = prepare(run, folder, sequences=sequences, requests=requests, talks=talks)
+    checkpoint, settings, machine = prepare(
+        run, folder, sequences=sequences, requests=requests, talks=talks, machine=machine
+    )
     arrangement: Arrangement
     if (guard := ranks.guard()) is None:
         checkpoint, settings = with_weights(run.weights, checkpoint, settings, max_kv_size, machine)
@@ -347,7 +351,13 @@ def divide_model(
 
 
 def prepare(
-    run: RunOptions, folder: Path, *, sequences: int | None = None, requests: int = 0, talks: bool = False
+    run: RunOptions,
+    folder: Path,
+    *,
+    sequences: int | None = None,
+    requests: int = 0,
+    talks: bool = False,
+    machine: Machine | None = None,
 ) -> tuple[AnyCheckpoint, Settings, Machine]:
     """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
     if run.parallel is not None and ranks.guard() is None:
@@ -361,13 +371,19 @@ def prepare(
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
     cache = with_checkpoints(run, checkpoint, sequences, talks=talks)
-    machine, settings = this_machine(), Settings(cache, run.prefill_step_size, sequences=sequences)
+    settings = Settings(cache, run.prefill_step_size, sequences=sequences)
     if run.draft_model is not None:
         settings = replace(settings, draft_model=DraftModel(read_folder(find_model(run.draft_model))))
-    if requests and machine.device == "cpu":
-        source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
-        machine = replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
-    return checkpoint, settings, machine
+    return checkpoint, settings, machine or machine_without(requests)
+
+
+def machine_without(requests: int) -> Machine:
+    """Return this machine without the bytes that a server's requests, or a disk cache, take of its memory."""
+    machine = this_machine()
+    if not requests or machine.device != "cpu":
+        return machine
+    source = f"{machine.limit_source}, less {format_bytes(requests)} for requests"
+    return replace(machine, limit_bytes=machine.limit_bytes - requests, limit_source=source)
 
 
 def wire(count: int) -> None:
@@ -382,11 +398,3 @@ def wire(count: int) -> None:
             f"--wired: macOS {version} wires no memory for MLX; expected {WIRING_MACOS} or later"
         )
     mx.set_wired_limit(count)
-
-
-def bound_memory(arrays: int, scratch: int) -> None:
-    """Hold MLX to a plan's bytes: what it keeps for reuse counts, and goes before more than planned is
-    taken.
-    """
-    mx.set_cache_limit(scratch)
-    mx.set_memory_limit(arrays)

@@ -27,10 +27,11 @@ from kvant.server.body import (
     stops,
     typed,
 )
-from kvant.server.endpoint import Dialect, Encoder, read_body, unless_gone
+from kvant.server.endpoint import Dialect, Encoder, in_turn, read_body, unless_gone, use_model
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
+from kvant.server.registry import Registry
 from kvant.server.service import Service
 from kvant.server.turns import (
     Turns,
@@ -512,14 +513,10 @@ async def count_tokens(request: Request) -> JSONResponse:
     """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own
     text.
     """
-    service: Service = request.app.state.service
+    registry: Registry = request.app.state.registry
     left_out: LeftOut = request.state.left_out
-
-    def read(sent: bytes) -> Generation:
-        body = decode(sent, Conversation, left_out, service.max_seq_len)
-        service.check_model(body.model)
-        return conversation(body, service, left_out)
-
-    generation = await read_body(request, read)
+    body = await read_body(request, lambda sent: decode(sent, Conversation, left_out, registry.context))
+    service, _ = await use_model(request, body.model)
+    generation = await in_turn(request, lambda: conversation(body, service, left_out))
     prompt = await unless_gone(request.receive, asyncio.to_thread(read_prompt, service, generation))
     return JSONResponse({"input_tokens": len(prompt.ids)})

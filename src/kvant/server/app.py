@@ -13,17 +13,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from kvant.server import page, status
+from kvant.server import control, page, status
 from kvant.server.answering import read_prompt
 from kvant.server.anthropic import MESSAGES, count_tokens
 from kvant.server.body import Fields, decode
-from kvant.server.endpoint import read_body
+from kvant.server.endpoint import read_body, use_model
 from kvant.server.errors import ApiError, log_cause
 from kvant.server.generation import Generation
 from kvant.server.openai import CHAT, COMPLETIONS
+from kvant.server.registry import Registry
 from kvant.server.responses import RESPONSES
 from kvant.server.security import Bodies, Guard, Keys, error_response
-from kvant.server.service import Service
 
 ENDPOINTS = {
     "/v1/chat/completions": CHAT.endpoint,
@@ -34,8 +34,8 @@ ENDPOINTS = {
 }
 
 
-def make_app(service: Service) -> Starlette:
-    """An application that answers for a service."""
+def make_app(registry: Registry) -> Starlette:
+    """Return the application that answers for the models of a registry."""
     routes: list[BaseRoute] = [
         Route("/health", status.health),
         Route("/metrics", status.metrics),
@@ -45,22 +45,22 @@ def make_app(service: Service) -> Starlette:
     ]
     for path, endpoint in {**ENDPOINTS, "/tokenize": tokenize}.items():
         routes.append(Route(path, endpoint, methods=["POST"]))
-    routes += page.routes
+    routes += [*page.routes, *control.routes]
     pages = []
-    if origins := service.settings.allow_origins:  # a browser asks without a key whether it may ask with one
+    if origins := registry.settings.allow_origins:  # a browser asks without a key whether it may ask with one
         told = ("request-id", "retry-after", "x-kvant-ignored")
         pages = [Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",), expose_headers=told)]
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Guard, service),
+            Middleware(Guard, registry),
             *pages,
-            Middleware(Keys, service),
-            Middleware(Bodies, service),
+            Middleware(Keys, registry),
+            Middleware(Bodies, registry),
         ],
         exception_handlers={ApiError: _answer_error, HTTPException: _answer_error},
     )
-    app.state.service = service
+    app.state.registry = registry
     return app
 
 
@@ -100,18 +100,17 @@ class TokenizeBody(Fields, frozen=True):
 
 async def tokenize(request: Request) -> Response:
     """The ids, their number, and how many there may be."""
-    service: Service = request.app.state.service
+    registry: Registry = request.app.state.registry
 
     def read(sent: bytes) -> tuple[TokenizeBody, Generation]:
-        body = decode(sent, TokenizeBody, tokens=service.max_seq_len)
-        if body.model is not None:
-            service.check_model(body.model)
+        body = decode(sent, TokenizeBody, tokens=registry.context)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("expected either prompt or messages", param="prompt")
         field = "prompt" if body.messages is None else "messages"
         return body, Generation(messages=msgspec.to_builtins(body.messages), prompt=body.prompt, field=field)
 
     body, asked = await read_body(request, read)
+    service, _ = await use_model(request, body.model)
     ids = (await asyncio.to_thread(read_prompt, service, asked)).ids
     found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
     if body.return_token_strs:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from kvant.server.compiling import unheld_formats
 from kvant.server.errors import ApiError, described, log_cause, logger
 from kvant.server.generation import Begun, Call, End, Event, Generation, Text
 from kvant.server.left_out import LeftOut
+from kvant.server.registry import Registry
 from kvant.server.request_log import Usage
 from kvant.server.security import FORGET, count_marks
 from kvant.server.service import Service
@@ -91,23 +93,23 @@ class Dialect:
 
     async def endpoint(self, request: Request) -> Response:
         """Answer a request."""
-        service: Service = request.app.state.service
+        registry: Registry = request.app.state.registry
         left_out: LeftOut = request.state.left_out
         usage: Usage = request.state.usage
+        body = await read_body(request, lambda sent: decode(sent, self.body, left_out, registry.context))
+        service, name = await use_model(request, body.model)
+        usage.model = body.model
 
-        def read(sent: bytes) -> tuple[bool, Sequence[Generation], Encoder]:
-            body = decode(sent, self.body, left_out, service.max_seq_len)
-            name = service.check_model(body.model)
-            usage.model = body.model
+        def read() -> tuple[Sequence[Generation], Encoder]:
             salt, client = _whose(request)
             asked = [
                 replace(each, salt=salt, client=client) for each in self.generations(body, service, left_out)
             ]
             for each in sorted(unheld_formats(asked[0])):
                 left_out.add("format", each)
-            return bool(body.stream), asked, self.encoder(name, body, asked, service)
+            return asked, self.encoder(name, body, asked, service)
 
-        streams, generations, encoder = await read_body(request, read)
+        generations, encoder = await in_turn(request, read)
         events = together(
             [answer(service, each) for each in generations],
             generations[0].answers,
@@ -116,7 +118,7 @@ class Dialect:
         events = usage.count(events, generations[0].answers)
         first = await unless_gone(request.receive, anext(events))
         getattr(request.state, FORGET)()  # an answer can take minutes
-        if streams:
+        if body.stream:
             return EventStream(_lines(first, events, encoder, request.state.request_id))
         await unless_gone(request.receive, _take_all(first, events, encoder))
         return Response(msgspec.json.encode(encoder.whole()), media_type="application/json")
@@ -127,16 +129,35 @@ def _whose(request: Request) -> tuple[bytes, str]:
     return request.state.salt, request.client.host if request.client else ""
 
 
-async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
-    """What a function makes of a body. A large one is read in a thread, by turns: others are answered
-    meanwhile.
+async def use_model(request: Request, name: str | None) -> tuple[Service, str]:
+    """Return the service of the model that a request names, and the name that its answer carries.
+
+    The model is loaded if it is not, and stays loaded until the request has ended.
     """
+    registry: Registry = request.app.state.registry
+    model = registry.find(name)
+    if model.service is not None:
+        return await registry.acquire(model, request.state.leases), model.name
+    loading = registry.acquire(model, request.state.leases)
+    return await unless_gone(request.receive, loading), model.name
+
+
+async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
+    """Return what a function makes of a request's body; see :func:`in_turn`."""
     body = b"".join([part async for part in request.stream()])  # Request.body() would keep it
-    if len(body) <= SMALL_BODY:
-        return read(body)
-    service: Service = request.app.state.service
-    room = service.settings.max_queue
-    work = service.reading.run(_whose(request), count_marks(body), room, read, body)
+    request.state.marks = 0 if len(body) <= SMALL_BODY else count_marks(body)
+    return await in_turn(request, partial(read, body))
+
+
+async def in_turn(request: Request, read: Callable[[], T]) -> T:
+    """Call a function that looks at a body: at once if the body is small, else in a thread, one at a time.
+
+    Others are answered meanwhile.
+    """
+    if not request.state.marks:
+        return read()
+    registry: Registry = request.app.state.registry
+    work = registry.reading.run(_whose(request), request.state.marks, registry.settings.max_queue, read)
     try:
         return await unless_gone(request.receive, work)
     except QueueFullError as error:

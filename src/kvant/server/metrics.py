@@ -40,6 +40,7 @@ class Metrics(Collector):
         self._prompt = counter("kvant_prompt_tokens", "Tokens of prompts.")
         self._cached = counter("kvant_cached_tokens", "Of them those that a shared prefix had.")
         self._generated = counter("kvant_generated_tokens", "Tokens generated.")
+        self._loads = counter("kvant_model_loads", "Times that a model was loaded, by name.", ["model"])
         arrived = "From a request's arrival at the engine to its first token."
         self._first = histogram("kvant_time_to_first_token_seconds", arrived)
         self._between = histogram("kvant_time_between_tokens_seconds", "Between two tokens of an answer.")
@@ -49,6 +50,10 @@ class Metrics(Collector):
     def text(self) -> bytes:
         """All of it, as /metrics gives it."""
         return generate_latest(self._registry)
+
+    def loaded(self, model: str) -> None:
+        """Count that a model was loaded."""
+        self._loads.labels(model).inc()
 
     def answered(self, route: str, status: int, left_out: LeftOut) -> None:
         """Count a response, and what was left out of its request; a name is logged when it first comes."""
@@ -88,6 +93,10 @@ class Metrics(Collector):
         version = GaugeMetricFamily("kvant_info", "1, with the version.", labels=["version"])
         version.add_metric([__version__], 1)
         yield version
+        models = GaugeMetricFamily("kvant_model_loaded", "1 while the model is loaded.", labels=["model"])
+        for name, is_loaded in now.models.items():
+            models.add_metric([name], is_loaded)
+        yield models
         gauges = [
             ("kvant_requests_waiting", "Requests that no page is reserved for yet.", now.counts.waiting),
             ("kvant_answers_prefilling", "Answers whose prompt is being fed.", now.counts.prefilling),

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from kvant.server.errors import ApiError
-from kvant.server.service import Service
+from kvant.server.registry import Registry
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_DIGITS = 16
@@ -33,10 +33,15 @@ HEADERS = {
 
 
 async def live(request: Request) -> Response:
-    """GET /live: what the pool and the engine are doing; ?known=N: with the times of the tokens after the
-    Nth.
+    """GET /live: what a model's pool and engine are doing.
+
+    ?model=NAME: of this model; default: the first one. ?known=N: with the times of the tokens after the Nth.
     """
-    service: Service = request.app.state.service
+    registry: Registry = request.app.state.registry
+    model = registry.find(request.query_params.get("model"))
+    service = model.service
+    if service is None:
+        return JSONResponse({"model": model.name, "loaded": False}, headers={"Cache-Control": "no-store"})
     if not service.alive:
         raise ApiError(
             "the engine has failed", status=503, code="engine_failed", headers={"Retry-After": "10"}
@@ -45,6 +50,7 @@ async def live(request: Request) -> Response:
     state = service.live.read(
         int(known) if known.isascii() and known.isdecimal() and len(known) < MAX_DIGITS else None
     )
+    state |= {"model": model.name, "loaded": True}
     return JSONResponse(state, headers={"Cache-Control": "no-store"})
 
 

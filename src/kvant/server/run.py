@@ -26,8 +26,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvant.errors import EXIT_INTERRUPTED, KvantError, one_line
 from kvant.server.app import make_app
 from kvant.server.errors import described, logger
+from kvant.server.registry import Registry
 from kvant.server.security import HALF_CLOSED
-from kvant.server.service import Service
 from kvant.server.settings import Limits, Settings
 
 BACKLOG = 1024  # connections that wait to be accepted
@@ -135,24 +135,25 @@ def bind(settings: Settings) -> socket.socket:
     return bound
 
 
-def serve(service: Service, bound: socket.socket, announce: Callable[[str], None] = lambda line: None) -> int:
+def serve(
+    registry: Registry, bound: socket.socket, announce: Callable[[str], None] = lambda line: None
+) -> int:
     """Answer requests until SIGTERM, SIGHUP or SIGINT. Returns the process's exit code.
 
     Args:
-        service: is closed at the end.
+        registry: is closed at the end.
         bound: of :func:`bind`; is closed at the end.
         announce: told a line when the server listens, and another when it begins to end.
     """
     try:
-        with _can_listen(service.settings):
+        with _can_listen(registry.settings):
             bound.listen(BACKLOG)
-        server = Server(make_app(service), service, announce)
+        server = Server(make_app(registry), registry, announce)
         server.run(sockets=[bound])
         return server.exit_code
     finally:
         bound.close()
-        service.close(0 if service.draining else 10)  # it was waited for already, or not
-        service.tokenizer.close()
+        registry.close(0 if registry.draining else 10)  # it was waited for already, or not
 
 
 def url_of(bound: socket.socket) -> str:
@@ -164,8 +165,8 @@ def url_of(bound: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn's, with another end: requests under way are answered first, while new ones get 503."""
 
-    def __init__(self, app: Starlette, service: Service, announce: Callable[[str], None]) -> None:
-        limits = service.settings.limits
+    def __init__(self, app: Starlette, registry: Registry, announce: Callable[[str], None]) -> None:
+        limits = registry.settings.limits
         limits = replace(
             limits, connections=min(limits.connections, _allowed_connections(limits.connections))
         )
@@ -187,7 +188,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.exit_code = 0
-        self._service = service
+        self._registry = registry
         self._announce = announce
         self._ending: asyncio.Task[None] | None = None
         self._logged: dict[str, float] = {}  # when, by the event loop's message
@@ -196,6 +197,7 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(self._log)
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that went away
         await super().startup(sockets)
+        self._registry.start()
         assert sockets is not None
         for each in sockets:
             each.listen(BACKLOG)  # the event loop took it for what it accepts at once
@@ -227,19 +229,19 @@ class Server(uvicorn.Server):
 
     async def end(self) -> None:
         """Take no further requests, let those under way end, and stop."""
-        service = self._service
-        limits = service.settings.limits
-        service.draining = True
-        if service.active:
+        registry = self._registry
+        limits = registry.settings.limits
+        registry.draining = True
+        if registry.active:
             self._announce(
-                f"ending when {service.active} requests are answered, after {limits.drain_s:g} seconds at "
+                f"ending when {registry.active} requests are answered, after {limits.drain_s:g} seconds at "
                 f"most; "
                 "another signal ends at once"
             )
         until = time.monotonic() + limits.drain_s
-        while service.active and service.alive and time.monotonic() < until:
+        while registry.active and registry.alive and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(service.close)
+        await asyncio.to_thread(registry.close)
         self.should_exit = True
 
     def _log(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

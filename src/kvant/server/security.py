@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.left_out import LeftOut
+from kvant.server.registry import ENDING, Registry
 from kvant.server.request_log import Usage, log_request
-from kvant.server.service import Service
 from kvant.server.settings import LOOPBACK_NAMES, address_of
 
 ANTHROPIC_PATH = "/v1/messages"
+CONTROL_PREFIX = "/control/"  # of routes that need the server's own token, whatever the clients' keys
 WHILE_ENDING = ("/health", "/metrics")  # answered until the end
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
@@ -51,10 +53,10 @@ class Guard:
     it.
     """
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, registry: Registry) -> None:
         self._app = app
-        self._service = service
-        host = service.settings.host.lower().strip("[]")
+        self._registry = registry
+        host = registry.settings.host.lower().strip("[]")
         address = address_of(host)
         # it listens on all addresses of its machine
         self._on_all = address is not None and address.is_unspecified
@@ -66,7 +68,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
-        left_out = scope["state"]["left_out"] = LeftOut(strict=self._service.settings.strict)
+        left_out = scope["state"]["left_out"] = LeftOut(strict=self._registry.settings.strict)
         usage = scope["state"]["usage"] = Usage()
         began = time.monotonic()
         status = 0
@@ -88,7 +90,7 @@ class Guard:
             else:
                 await self._app(scope, receive, send_marked)
         except asyncio.CancelledError:
-            if not self._service.draining:
+            if not self._registry.draining:
                 raise
         except Exception as error:
             logger.error("%s: %s", request_id, described(error))
@@ -97,7 +99,7 @@ class Guard:
                 await error_response(scope, failed)(scope, receive, send_marked)
         finally:
             route = scope.get("route")
-            self._service.metrics.answered(getattr(route, "path", "other"), status, left_out)
+            self._registry.metrics.answered(getattr(route, "path", "other"), status, left_out)
             log_request(scope, status, time.monotonic() - began, usage)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -113,11 +115,11 @@ class Guard:
             return ApiError(
                 f"the Host header is {', '.join(hosts)[:200]!r}; expected one of {names}", status=403
             )
-        allowed = (f"http://{hosts[0]}", f"https://{hosts[0]}", *self._service.settings.allow_origins)
+        allowed = (f"http://{hosts[0]}", f"https://{hosts[0]}", *self._registry.settings.allow_origins)
         if len(origins) > 1 or (origins and origins[0].lower() not in {each.lower() for each in allowed}):
             said = ", ".join(origins)[:200]
             return ApiError(f"the Origin header is {said!r}, which --allow-origin does not name", status=403)
-        if self._service.draining and scope["path"] not in WHILE_ENDING:
+        if self._registry.draining and scope["path"] not in WHILE_ENDING:
             return _ending()
         return None
 
@@ -133,9 +135,10 @@ class Guard:
 class Keys:
     """The layer that compares a client's key with those of the server, on every route, in constant time."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, registry: Registry) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in service.settings.api_keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in registry.settings.api_keys]
+        self._control = hashlib.sha256(registry.settings.control_token.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -145,6 +148,13 @@ class Keys:
         digest = hashlib.sha256(key).digest()
         # each of them, whichever matches
         same = [hmac.compare_digest(digest, each) for each in self._digests]
+        if scope["path"].startswith(CONTROL_PREFIX):
+            if not hmac.compare_digest(digest, self._control):
+                message = "only `kvant ps` and `kvant stop` of the server's user may ask this"
+                refused = ApiError(message, status=403)
+                await error_response(scope, refused)(scope, receive, send)
+                return
+            same = [True]
         # The page's own files are the same for everybody; the page asks for the key, and all that it does
         # needs one.
         page = scope["path"] == "/" or scope["path"].startswith("/page/")
@@ -182,10 +192,10 @@ class Body:
 class Bodies:
     """The layer that reads a body to its end, within bounds, before anything looks at it."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    def __init__(self, app: ASGIApp, registry: Registry) -> None:
         self._app = app
-        self._service = service
-        self._limits = service.settings.limits
+        self._registry = registry
+        self._limits = registry.settings.limits
         self._num_bytes = 0  # bytes of the bodies that requests still need
         self._coming: set[Body] = set()  # those that have no end yet
 
@@ -200,15 +210,17 @@ class Bodies:
             return
         else:
             works = scope["method"] == "POST"
-            if works and self._service.draining:  # since its headers came
+            if works and self._registry.draining:  # since its headers came
                 await error_response(scope, _ending())(scope, receive, send)
                 return
-            self._service.active += works
+            self._registry.active += works
             scope["state"][FORGET] = partial(self._forget, body)
             try:
-                await self._app(scope, _replaying(body.parts, receive, scope["state"]), send)
+                with ExitStack() as leases:  # of models: they stay loaded until the answer has been sent
+                    scope["state"]["leases"] = leases
+                    await self._app(scope, _replaying(body.parts, receive, scope["state"]), send)
             finally:
-                self._service.active -= works
+                self._registry.active -= works
         finally:
             self._coming.discard(body)
             self._forget(body)
@@ -281,7 +293,7 @@ class Bodies:
 
 def _ending() -> ApiError:
     headers = {"retry-after": "5", **CLOSE}
-    return ApiError("the server is ending; it takes no further requests", status=503, headers=headers)
+    return ApiError(ENDING, status=503, headers=headers)
 
 
 def _replaying(parts: list[bytes], receive: Receive, state: Mapping[str, Any]) -> Receive:

@@ -1,9 +1,7 @@
 """A model that is served: what every request needs, made once and ended once."""
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import read_model_sampling
-from kvant.errors import ArgumentError, ContextError, EngineError, GrammarError
+from kvant.errors import ArgumentError, ContextError, GrammarError
 from kvant.models import LanguageModel
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.models.language_model import context_limit
@@ -45,10 +43,20 @@ class Service:
         model: LanguageModel,
         tokenizer: Tokenizer,
         pool: Pool,
+        metrics: Metrics,
         planned: Mapping[str, int] | None = None,
         drafts: PooledDrafts | None = None,
     ) -> None:
-        """Start the engine on a pool."""
+        """Start the engine on a pool.
+
+        Args:
+            settings: with the model's name, its cache and its reservation.
+            model, tokenizer: loaded.
+            pool: nobody uses it yet.
+            metrics: count the tokens of every request.
+            planned: bytes by name, as the memory was planned; empty or None: it was not.
+            drafts: those of a draft model.
+        """
         if settings.draft == "model" and drafts is None:
             raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
         self.drafts = drafts  # of a draft model; None: there is none
@@ -57,25 +65,20 @@ class Service:
         self.model = model
         self.tokenizer = tokenizer
         self.pool = pool
-        # patterns such as ``claude-*`` among them. Answers carry the first
-        self.names = _names(settings, folder)
         # the model's own options
         self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)
         # of the model's tool calls; None: its template takes no tools
         self.tool_format = tool_format(tokenizer)
         self.system_place = system_place(tokenizer)  # where its template takes system messages
         self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
-        self.reading = TurnQueue("kvant-body")  # of large bodies
         self.compiling = TurnQueue("kvant-grammar")  # of grammars
         with suppress(GrammarError):  # whoever asks for a format is told
             self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
         self.max_seq_len = limit  # tokens that a prompt and its answer can have together
-        self.planned = dict(planned or {})  # bytes by name, as the memory was planned; empty: it was not
-        self.draining = False  # no further request is taken
-        self.active = 0  # requests that are being answered, their bodies read
-        self.started = time.time()
+        self.planned = dict(planned or {})
+        self.metrics = metrics
         self.live = Live(pool)
         self.engine = BatchEngine(
             model,
@@ -86,7 +89,6 @@ class Service:
             stall_after=settings.limits.stall_s,
             observe=self.live.observe,
         )
-        self.metrics = Metrics(self.snapshot)
 
     def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
         """What a request's answers draft from; None: nothing. If it asks for nothing, the server's default
@@ -127,15 +129,6 @@ class Service:
         """Whether requests are answered."""
         return self.engine.alive and self.engine.age <= self.settings.limits.stall_s
 
-    def check_model(self, name: str) -> str:
-        """The name that answers carry."""
-        if name in self.names or any(fnmatchcase(name, alias) for alias in self.settings.aliases):
-            return self.names[0]
-        expected = " or ".join(map(repr, self.names))
-        said = f"the model {name[:200]!r} is not served; expected {expected}"
-        advice = "start kvant serve with --alias NAME to accept another name"
-        raise ApiError(f"{said}; {advice}", status=404, param="model", code="model_not_found")
-
     def check_length(self, prompt: str | Sequence[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it."""
         most = self.max_seq_len
@@ -150,30 +143,24 @@ class Service:
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread."""
-        if self.draining:
-            raise EngineError("the server is ending; it takes no further requests")
         self.engine.submit(request, self.metrics.counting(request, deliver))
 
     def close(self, timeout: float | None = 10.0) -> bool:
         """End the engine and what is under way. Returns whether it has ended."""
-        self.draining = True
         ended = self.engine.close(drain=False, timeout=timeout)
         self.grammars.close()
-        if self.pool.disk is not None:
-            self.pool.disk.disk.close()
         return ended
 
 
-def _names(settings: Settings, folder: Path) -> tuple[str, ...]:
-    """The name that was given, a folder's or repository's last part, and further names; of a path the last
-    part first.
+def model_names(name: str) -> tuple[str, ...]:
+    """Return the names that clients may use for a model: the one that was given, and its last part.
 
-    A path says more of the machine than a client needs.
+    The last part of a path comes first: answers carry it, and a path says more about the machine than a
+    client needs.
     """
-    given = settings.model
-    is_path = given.startswith(("/", ".", "~")) or Path(given).is_dir()
-    last = folder.absolute().name if is_path else given.partition("@")[0].rpartition("/")[2]
-    return tuple(dict.fromkeys([last, given] if is_path else [given, last])) + settings.aliases
+    is_path = name.startswith(("/", ".", "~")) or Path(name).is_dir()
+    last = find_model(name).absolute().name if is_path else name.partition("@")[0].rpartition("/")[2]
+    return tuple(dict.fromkeys([last, name] if is_path else [name, last]))
 
 
 def make_pool(settings: Settings, model: LanguageModel) -> Pool:

@@ -1,6 +1,8 @@
 """What a server is started with: the model, its memory, where it listens, and what it grants."""
 
+import math
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -33,6 +35,8 @@ class Limits:
     write_s: float = 60.0  # that a client may not read what is written to it
     drain_s: float = 30.0  # that requests under way may go on after the first signal
     stall_s: float = 120.0  # without a sign of life of the engine, after which it counts as failed
+    # that a model stays loaded at least, before it is unloaded to make room for another
+    stay_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_origins: tuple[str, ...] = ()  # web pages of these origins may use the server
     limits: Limits = field(default_factory=Limits)
+    keep_alive_s: float = math.inf  # seconds without a request after which a model is unloaded
+    # what `kvant ps` and `kvant stop` send; only this user can read it, in the record of running servers
+    control_token: str = field(default_factory=secrets.token_urlsafe, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -77,6 +84,8 @@ class Settings:
                 f"is {self.host}, which other machines reach; it is refused without",
                 needs="api_key_file",
             )
+        if not self.keep_alive_s >= 0:
+            raise ArgumentError("keep_alive", f"is {self.keep_alive_s}; expected 0 or more seconds")
         for alias in self.aliases:
             if not alias.strip() or not alias.isprintable() or len(alias) > 200:
                 raise ArgumentError("alias", f"is {alias[:80]!r}; expected a name")

@@ -1,5 +1,6 @@
-"""What a server says of itself: its health, its models, what is in force, and its counters."""
+"""What a server reports about itself: its health, its models, what is in force, and its counters."""
 
+import math
 import time
 from dataclasses import asdict
 from typing import Any
@@ -10,109 +11,136 @@ from starlette.responses import JSONResponse, Response
 from kvant.cache.layer_format import describe_formats
 from kvant.machine import environment
 from kvant.server.metrics import CONTENT_TYPE
+from kvant.server.registry import Registry, ServedModel
 from kvant.server.service import Service
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are answered; 503 where the engine has failed or the server is ending."""
-    service: Service = request.app.state.service
-    status = "failed" if not service.alive else "ending" if service.draining else "ok"
-    counts = service.snapshot().counts
-    said = {"status": status, "waiting": counts.waiting, "running": counts.running + counts.prefilling}
-    return JSONResponse(said, 200 if status == "ok" else 503)
+    """Answer 200 while requests are answered; 503 if an engine has failed or the server is ending."""
+    registry: Registry = request.app.state.registry
+    status = "failed" if not registry.alive else "ending" if registry.draining else "ok"
+    counts = registry.snapshot().counts
+    record = {
+        "status": status,
+        "waiting": counts.waiting,
+        "running": counts.running + counts.prefilling,
+        "loaded": [model.name for model in registry.models if model.service is not None],
+    }
+    return JSONResponse(record, 200 if status == "ok" else 503)
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus's text."""
-    service: Service = request.app.state.service
-    return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+    """Answer with the metrics in Prometheus's text format."""
+    registry: Registry = request.app.state.registry
+    return Response(registry.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
 async def models(request: Request) -> Response:
-    """The served model by its name and its aliases, with the fields that OpenAI's and Anthropic's clients
-    read.
+    """List every model and its aliases, with the fields that OpenAI's and Anthropic's clients read.
 
-    An alias that is a pattern is no name that a client could choose, so patterns have a list of their own.
+    A pattern is not a name that a client could choose, so patterns have a list of their own.
     """
-    service: Service = request.app.state.service
-    aliases = service.settings.aliases
-    patterns = [alias for alias in aliases if {"*", "?", "["} & {*alias}]
-    names = dict.fromkeys([service.names[0], *(alias for alias in aliases if alias not in patterns)])
-    found = [_model(service, name) for name in names]
-    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
-    listed = {"object": "list", "data": found, "has_more": False, **ends, "alias_patterns": patterns}
-    return JSONResponse(listed)
+    registry: Registry = request.app.state.registry
+    entries = [
+        _entry(registry, model, name)
+        for model in registry.models
+        for name in dict.fromkeys([model.name, *model.aliases])
+    ]
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": entries,
+            "has_more": False,
+            "first_id": entries[0]["id"],
+            "last_id": entries[-1]["id"],
+            "alias_patterns": [pattern for model in registry.models for pattern in model.patterns],
+        }
+    )
 
 
 async def model(request: Request) -> Response:
-    """The same by any of its names."""
-    service: Service = request.app.state.service
+    """Answer with one entry of the list; any of a model's names will do."""
+    registry: Registry = request.app.state.registry
     name = request.path_params["name"]
-    service.check_model(name)
-    return JSONResponse(_model(service, name))
+    return JSONResponse(_entry(registry, registry.find(name), name))
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    created = int(service.started)
+def _entry(registry: Registry, model: ServedModel, name: str) -> dict[str, Any]:
+    created = int(registry.started)
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "kvant",
-        "max_model_len": service.max_seq_len,
+        "max_model_len": model.context,
         "type": "model",
         "display_name": name,
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
+        "loaded": model.service is not None,
     }
 
 
 async def props(request: Request) -> Response:
-    """What is in force."""
-    service: Service = request.app.state.service
-    settings = service.settings
-    pool = service.pool
-    now = service.snapshot()
-    groups = sorted({layer.format.kv_group_size for layer in pool.layers} - {0})
+    """Answer with what is in force for a model, ``?model=NAME``; default: the first one.
+
+    Only ``models``, ``memory``, ``limits`` and the like are known of a model that is not loaded.
+    """
+    registry: Registry = request.app.state.registry
+    settings = registry.settings
+    model = registry.find(request.query_params.get("model"))
+    now = registry.snapshot()
     return JSONResponse(
         {
-            "model": {
-                "names": service.names,
-                "type": service.model.config.model_type,
-                "vocab_size": service.model.config.vocab_size,
-                "context": service.model.config.max_position_embeddings,
-                "weight_bytes": service.model.nbytes,
-                "dtype": str(service.model.dtype).removeprefix("mlx.core."),
-            },
-            "pool": {
-                "sequences": pool.max_sequences,
-                "tokens_of_a_sequence": service.max_seq_len,
-                "checkpoints": pool.checkpoints,
-                "pages": pool.num_pages,
-                "page_tokens": pool.page_size,
-                "bytes": pool.nbytes,
-                "format": describe_formats(pool.formats),
-                "kv_bits": settings.cache.kv_bits,
-                "kv_group_sizes": groups,
-                "kv_bias_split": any(layer.format.split_pairs is not None for layer in pool.layers),
-                "kernels": "unfused" if pool.backend is None else "fused",
-            },
-            "engine": {
-                "prefill_step_size": settings.prefill_step_size,
-                "deterministic": settings.deterministic,
-                "max_queue": settings.max_queue,
-                "draft": settings.draft,
-                "drafted_tokens": now.drafts.drafted,
-                "accepted_tokens": now.drafts.accepted,
-            },
-            "sampling": service.sampling,
+            **({} if model.service is None else _loaded_props(model, model.service)),
             "memory": {
-                "planned": service.planned,
+                "planned": {} if model.service is None else model.service.planned,
                 "active": now.active_bytes,
                 "kept_for_reuse": now.cached_bytes,
                 "peak": now.peak_bytes,
             },
+            "models": [registry.describe(each) for each in registry.models],
+            "keep_alive_s": None if settings.keep_alive_s == math.inf else settings.keep_alive_s,
             "limits": asdict(settings.limits),
             "key_required": bool(settings.api_keys),
             "environment": asdict(environment()),
         }
     )
+
+
+def _loaded_props(model: ServedModel, service: Service) -> dict[str, Any]:
+    settings = service.settings
+    pool = service.pool
+    drafts = service.engine.drafts
+    groups = sorted({layer.format.kv_group_size for layer in pool.layers} - {0})
+    return {
+        "model": {
+            "names": [*model.names, *model.aliases, *model.patterns],
+            "type": service.model.config.model_type,
+            "vocab_size": service.model.config.vocab_size,
+            "context": service.model.config.max_position_embeddings,
+            "weight_bytes": service.model.nbytes,
+            "dtype": str(service.model.dtype).removeprefix("mlx.core."),
+        },
+        "pool": {
+            "sequences": pool.max_sequences,
+            "tokens_of_a_sequence": service.max_seq_len,
+            "checkpoints": pool.checkpoints,
+            "pages": pool.num_pages,
+            "page_tokens": pool.page_size,
+            "bytes": pool.nbytes,
+            "format": describe_formats(pool.formats),
+            "kv_bits": settings.cache.kv_bits,
+            "kv_group_sizes": groups,
+            "kv_bias_split": any(layer.format.split_pairs is not None for layer in pool.layers),
+            "kernels": "unfused" if pool.backend is None else "fused",
+        },
+        "engine": {
+            "prefill_step_size": settings.prefill_step_size,
+            "deterministic": settings.deterministic,
+            "max_queue": settings.max_queue,
+            "draft": settings.draft,
+            "drafted_tokens": drafts.drafted,
+            "accepted_tokens": drafts.accepted,
+        },
+        "sampling": service.sampling,
+    }

@@ -1,0 +1,50 @@
+"""``kvant ps``: the models of the servers that this user runs, and what each one does."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvant.cli import terminal
+from kvant.cli.running import RunningServer, running_servers
+from kvant.errors import KvantError
+from kvant.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def ps(
+    json_rows: Annotated[
+        bool, typer.Option("--json", help="Print the list as JSON instead of a table.")
+    ] = False,
+) -> None:
+    """List the models of running servers, and which of them are loaded."""
+    rows = [row for server in running_servers() for row in _rows(server)]
+    terminal.show(rows, _table(rows), as_json=json_rows)
+
+
+def _rows(server: RunningServer) -> list[dict[str, Any]]:
+    """Return a row for each model; one with only an error if the server does not answer."""
+    where = {"server": server.url, "pid": server.pid}
+    try:
+        models = server.ask("/control/models")["models"]
+    except KvantError as error:
+        return [{**where, "error": str(error)}]
+    return [{**where, **model} for model in models]
+
+
+def _table(rows: list[dict[str, Any]]) -> "Iterator[RenderableType]":
+    if not rows:
+        yield "no server is running; kvant serve starts one"
+        return
+    texts = []
+    for row in rows:
+        if "error" in row:
+            texts.append([row["server"], "", row["error"], "", "", "", ""])
+            continue
+        idle = "" if row["idle_s"] is None else f"{row['idle_s']:.0f} s"
+        numbers = [format_bytes(row["planned_bytes"]), str(row["context"]), str(row["requests"]), idle]
+        texts.append([row["server"], row["name"], row["state"], *numbers])
+    right = ["memory", "context", "requests", "idle"]
+    yield terminal.table(["server", "model", "state", *right], texts, right=right)

@@ -1,0 +1,44 @@
+"""What ``kvant ps`` and ``kvant stop`` ask of a server; only its user knows the token that they send."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from kvant.server.body import Fields, decode
+from kvant.server.endpoint import read_body
+from kvant.server.registry import Registry
+from kvant.server.security import CONTROL_PREFIX
+
+
+class UnloadBody(Fields, frozen=True):
+    """The body of POST /control/unload."""
+
+    model: str | None = None  # None: every model
+
+
+async def list_models(request: Request) -> Response:
+    """GET /control/models: the state of every model."""
+    registry: Registry = request.app.state.registry
+    return JSONResponse({"models": [registry.describe(model) for model in registry.models]})
+
+
+async def unload(request: Request) -> Response:
+    """POST /control/unload: unload one model or all, at once or when their requests have ended.
+
+    The answer has the models that were loaded, each with whether it is unloaded now.
+    """
+    registry: Registry = request.app.state.registry
+    body = await read_body(request, lambda sent: decode(sent, UnloadBody))
+    chosen = registry.models if body.model is None else [registry.find(body.model)]
+    loaded = [model for model in chosen if model.service is not None]
+    records = []
+    for model in loaded:
+        is_unloaded = await registry.unload(model)
+        records.append({"name": model.name, "unloaded": is_unloaded, "requests": model.users})
+    return JSONResponse({"models": records})
+
+
+routes: list[BaseRoute] = [
+    Route(f"{CONTROL_PREFIX}models", list_models),
+    Route(f"{CONTROL_PREFIX}unload", unload, methods=["POST"]),
+]

@@ -1,0 +1,379 @@
+"""The models that a server offers: which are loaded, and which is unloaded to make room for another.
+
+All of it runs in the event loop's thread, except loading and unloading themselves.
+"""
+
+import asyncio
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import mlx.core as mx
+
+from kvant.engine.drafts import DraftCounts
+from kvant.machine import bound_memory
+from kvant.server.errors import ApiError, described, logger
+from kvant.server.metrics import Metrics
+from kvant.server.service import Service, model_names
+from kvant.server.settings import Settings
+from kvant.server.snapshot import Snapshot, add_drafts, total
+from kvant.server.turn_queue import TurnQueue
+from kvant.sizes import format_bytes
+
+DEFAULT_CONTEXT = 4096  # tokens, until the model is loaded
+RETRY_S = 5  # what a client is told to wait if there is no room for its model
+models_logger = logging.getLogger("kvant.server.models")  # a line for each load
+FLUSH_S = 5.0  # that unloading waits for the disk cache to be written
+ENDING = "the server is ending; it takes no further requests"
+
+
+@dataclass(eq=False, slots=True)
+class ServedModel:
+    """A model that a server offers, loaded or not."""
+
+    names: tuple[str, ...]  # answers carry the first
+    aliases: tuple[str, ...]  # further names
+    patterns: tuple[str, ...]  # of further names, such as ``claude-*``
+    load: Callable[[Metrics], Service]
+    # bytes by name, :func:`kvant.plan.memory.as_record`; empty if nothing was planned before it is loaded
+    planned: Mapping[str, int]
+    context: int  # the most tokens of a prompt and its answer
+    # Only the registry changes what follows.
+    service: Service | None = field(default=None, init=False)  # None: it is not loaded
+    users: int = field(default=0, init=False)  # requests that use it or wait until it is loaded
+    loading: "asyncio.Task[None] | None" = field(default=None, init=False)
+    loaded_at: float = field(default=-math.inf, init=False)  # by time.monotonic()
+    used_at: float = field(default=-math.inf, init=False)  # when the last request ended
+    is_stopping: bool = field(default=False, init=False)  # unload it when its requests have ended
+    failure: tuple[float, str] | None = field(default=None, init=False)  # when loading failed, and why
+    timer: asyncio.TimerHandle | None = field(default=None, init=False)  # unloads it at the end of keep_alive
+
+    @property
+    def name(self) -> str:
+        """The name that answers carry."""
+        return self.names[0]
+
+    @property
+    def idle_since(self) -> float:
+        """When its last request ended, or when it was loaded; by time.monotonic()."""
+        return max(self.used_at, self.loaded_at)
+
+    @property
+    def planned_bytes(self) -> int:
+        """What the model takes of the server's memory."""
+        return self.planned.get("total", 0)
+
+    def matches(self, name: str) -> bool:
+        """Return whether a name fits one of the patterns."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+
+def served_model(
+    settings: Settings,
+    load: Callable[[Metrics], Service],
+    planned: Mapping[str, int] | None = None,
+    context: int = DEFAULT_CONTEXT,
+) -> ServedModel:
+    """Return a model that is not loaded, under the names that its settings give it."""
+    patterns = tuple(alias for alias in settings.aliases if {"*", "?", "["} & {*alias})
+    return ServedModel(
+        names=model_names(settings.model),
+        aliases=tuple(alias for alias in settings.aliases if alias not in patterns),
+        patterns=patterns,
+        load=load,
+        planned=planned or {},
+        context=context,
+    )
+
+
+class Registry:
+    """The models of one server, and what all of them share."""
+
+    def __init__(
+        self, settings: Settings, models: Sequence[ServedModel], memory_bytes: float = math.inf
+    ) -> None:
+        """Offer models, none of which is loaded yet.
+
+        Args:
+            settings: those of the server; each service has its own model's.
+            models: the first one answers requests that name no model.
+            memory_bytes: what all loaded models together may plan.
+        """
+        self.settings = settings
+        self.models = tuple(models)
+        self.memory_bytes = memory_bytes
+        self.reading = TurnQueue("kvant-body")  # decodes large bodies, one at a time
+        self.draining = False  # no further request is accepted
+        self.active = 0  # requests that are being answered, their bodies read
+        self.started = time.time()
+        self.metrics = Metrics(self.snapshot)
+        self._drafts = DraftCounts()  # of models that are no longer loaded
+        self._lock = asyncio.Lock()  # held to load or unload a model
+        self._tasks: set[asyncio.Task[None]] = set()  # that unload; asyncio itself keeps no reference
+
+    @property
+    def loaded(self) -> list[Service]:
+        """The services of the models that are loaded."""
+        return [model.service for model in self.models if model.service is not None]
+
+    @property
+    def alive(self) -> bool:
+        """Whether every loaded model answers requests."""
+        return all(service.alive for service in self.loaded)
+
+    @property
+    def context(self) -> int:
+        """The most tokens that any of the models takes, before a body's model is known."""
+        return max(model.context for model in self.models)
+
+    def snapshot(self) -> Snapshot:
+        """Return what all loaded models do and hold now; any thread may ask."""
+        models = {model.name: model.service is not None for model in self.models}
+        return total([service.snapshot() for service in self.loaded], self._drafts, models)
+
+    def find(self, name: str | None) -> ServedModel:
+        """Return the model that a request names; the first one if it names none.
+
+        Raises:
+            ApiError: 404, no model has this name.
+        """
+        if name is None:
+            return self.models[0]
+        # A name goes before any pattern, whichever model has it.
+        for model in self.models:
+            if name in model.names or name in model.aliases:
+                return model
+        for model in self.models:
+            if model.matches(name):
+                return model
+        names = [known for model in self.models for known in (*model.names, *model.aliases, *model.patterns)]
+        message = f"the model {name[:200]!r} is not served; expected {' or '.join(map(repr, names))}"
+        advice = "start kvant serve with --alias NAME to accept another name"
+        raise ApiError(f"{message}; {advice}", status=404, param="model", code="model_not_found")
+
+    def load_now(self, model: ServedModel) -> None:
+        """Load a model before the event loop runs. The loader's errors pass."""
+        self._bound_memory(model)
+        self._has_loaded(model, model.load(self.metrics))
+
+    def start(self) -> None:
+        """Begin to count the idle time of models loaded by :meth:`load_now`; called in the event loop."""
+        for model in self.models:
+            self._schedule(model)
+
+    async def acquire(self, model: ServedModel, leases: ExitStack) -> Service:
+        """Return a model's service, loading it if needed. It stays loaded until ``leases`` is closed.
+
+        Requests for a model that is loaded never wait here.
+
+        Raises:
+            ApiError: 503, there is no room for the model now, or it cannot be loaded; 429, as many requests
+                wait for models as may.
+        """
+        if model.service is None:
+            self._check_can_load(model)
+        model.users += 1
+        leases.callback(self._release, model)
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+        while (service := model.service) is None:
+            if model.loading is None:
+                model.loading = asyncio.get_running_loop().create_task(self._load(model))
+                model.loading.add_done_callback(_retrieve)
+            await asyncio.shield(model.loading)
+        return service
+
+    async def unload(self, model: ServedModel) -> bool:
+        """Unload a model, at once or when its requests have ended. Return whether it is unloaded now."""
+        model.is_stopping = model.service is not None
+        await self._unload_idle(model)
+        return model.service is None
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """End all services and what is under way."""
+        self.draining = True
+        for service in self.loaded:
+            service.close(timeout)
+            service.tokenizer.close()
+
+    def describe(self, model: ServedModel) -> dict[str, Any]:
+        """Return a model's state as JSON."""
+        service = model.service
+        state = "loaded" if service is not None else "not loaded"
+        if service is not None and not service.alive:
+            state = "failed"
+        elif model.loading is not None:
+            state = "loading"
+        is_idle = service is not None and not model.users
+        return {
+            "name": model.name,
+            "names": [*model.names, *model.aliases, *model.patterns],
+            "state": state,
+            "context": model.context,
+            "planned_bytes": model.planned_bytes,
+            "requests": model.users,
+            "idle_s": round(time.monotonic() - model.idle_since, 1) if is_idle else None,
+        }
+
+    def _check_can_load(self, model: ServedModel) -> None:
+        waiting = sum(each.users for each in self.models if each.service is None)
+        if waiting >= self.settings.max_queue:
+            headers = {"Retry-After": str(RETRY_S)}
+            raise ApiError(
+                f"{waiting} requests wait for models to load, as many as may; try again later",
+                status=429,
+                code="rate_limit_exceeded",
+                headers=headers,
+            )
+        if model.failure is not None:
+            failed_at, message = model.failure
+            if time.monotonic() - failed_at < self.settings.limits.stay_s:
+                raise self._unavailable(message)
+
+    async def _load(self, model: ServedModel) -> None:
+        """Load a model when it is its turn and there is room."""
+        try:
+            async with self._lock:
+                await self._make_room(model)
+                self._bound_memory(model)
+                models_logger.info("loading %s", model.name)
+                try:
+                    service = await asyncio.to_thread(model.load, self.metrics)
+                except Exception as error:
+                    self._bound_memory()
+                    logger.error("%s could not be loaded: %s", model.name, described(error))
+                    message = f"the model {model.name!r} could not be loaded; the server's log says more"
+                    model.failure = time.monotonic(), message
+                    raise self._unavailable(message) from error
+                if self.draining:  # since it began to load
+                    await asyncio.to_thread(service.close)
+                    raise ApiError(ENDING, status=503)
+                self._has_loaded(model, service)
+        finally:
+            model.loading = None
+
+    def _has_loaded(self, model: ServedModel, service: Service) -> None:
+        model.service = service
+        model.context = service.max_seq_len
+        model.planned = service.planned
+        self._bound_memory()
+        model.loaded_at = time.monotonic()
+        model.is_stopping = False
+        model.failure = None
+        self.metrics.loaded(model.name)
+        self._schedule(model)
+
+    async def _make_room(self, wanted: ServedModel) -> None:
+        """Unload models that no request uses, the least recently used first, until another one fits.
+
+        A model stays loaded for ``limits.stay_s`` seconds at least, so that clients that ask for models in
+        turns cannot keep the server loading.
+        """
+        while (missing := self._planned_bytes(wanted) - self.memory_bytes) > 0:
+            idle = [model for model in self.models if model.service is not None and not model.users]
+            if sum(model.planned_bytes for model in idle) < missing:
+                raise self._unavailable(self._no_room(wanted))
+            oldest = min(idle, key=lambda model: model.idle_since)
+            stays_s = oldest.loaded_at + self.settings.limits.stay_s - time.monotonic()
+            if stays_s > 0:
+                await asyncio.sleep(stays_s)
+            else:
+                await self._unload(oldest)
+
+    def _planned_bytes(self, wanted: ServedModel | None = None) -> int:
+        """Return the planned bytes of what is loaded, and of a model that is about to be."""
+        return sum(model.planned_bytes for model in self._in_memory(wanted))
+
+    def _in_memory(self, wanted: ServedModel | None) -> list[ServedModel]:
+        """Return the models that are loaded, and one that is about to be."""
+        return [model for model in self.models if model.service is not None or model is wanted]
+
+    def _no_room(self, wanted: ServedModel) -> str:
+        busy = [model for model in self.models if model.service is not None and model.users]
+        free = max(0, self.memory_bytes - self._planned_bytes())
+        users = ", ".join(f"{model.name!r} answers {model.users} requests" for model in busy)
+        return (
+            f"the model {wanted.name!r} needs {format_bytes(wanted.planned_bytes)} and "
+            f"{format_bytes(int(free))} are free; {users}, so it cannot be unloaded; try again later"
+        )
+
+    def _unavailable(self, message: str) -> ApiError:
+        headers = {"Retry-After": str(RETRY_S)}
+        return ApiError(message, status=503, code="model_not_loaded", headers=headers)
+
+    def _release(self, model: ServedModel) -> None:
+        model.users -= 1
+        model.used_at = time.monotonic()
+        self._schedule(model)
+
+    def _schedule(self, model: ServedModel) -> None:
+        """Unload an idle model after ``keep_alive`` seconds without a request."""
+        if model.service is None or model.users:
+            return
+        delay = 0.0 if model.is_stopping else self.settings.keep_alive_s
+        if delay < math.inf:
+            if model.timer is not None:
+                model.timer.cancel()
+            model.timer = asyncio.get_running_loop().call_later(delay, self._expire, model)
+
+    def _expire(self, model: ServedModel) -> None:
+        model.timer = None
+        task = asyncio.get_running_loop().create_task(self._unload_idle(model))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _unload_idle(self, model: ServedModel) -> None:
+        """Unload a model unless a request came for it meanwhile."""
+        async with self._lock:
+            idle_s = time.monotonic() - model.idle_since
+            if model.service is None or model.users:
+                return
+            if model.is_stopping or idle_s >= self.settings.keep_alive_s:
+                await self._unload(model)
+
+    async def _unload(self, model: ServedModel) -> None:
+        """End a model's service and free its memory. The lock is held."""
+        assert model.service is not None
+        self._drafts = add_drafts(self._drafts, model.service.engine.drafts)
+        services = [model.service]
+        model.service = None  # from here on, requests load it again
+        model.is_stopping = False
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+        await asyncio.to_thread(_end, services)
+        self._bound_memory()
+        models_logger.info("unloaded %s", model.name)
+
+    def _bound_memory(self, wanted: ServedModel | None = None) -> None:
+        """Let MLX use what is planned for the loaded models and a model that is about to be loaded."""
+        models = self._in_memory(wanted)
+        if arrays := sum(model.planned.get("arrays", 0) for model in models):
+            bound_memory(arrays, sum(model.planned["scratch"] for model in models if model.planned))
+
+
+def _end(services: list[Service]) -> None:
+    """End the service in a list, which holds the only reference to it, and free its memory."""
+    service = services.pop()
+    service.close()
+    service.tokenizer.close()
+    if service.pool.disk is not None:
+        service.pool.disk.disk.flush(FLUSH_S)
+    del service
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    mx.clear_cache()
+
+
+def _retrieve(task: "asyncio.Task[None]") -> None:
+    """Look at a task's error, so that asyncio does not report it if every client has gone."""
+    if not task.cancelled():
+        task.exception()
