@@ -449,7 +449,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 def _ask(server: Running, **fields: Any) -> tuple[list[dict[str, Any]], int, int]:
     """The blocks of an answer, its tokens, and those of its thinking."""
-    answer = MESSAGES.ask(server, "Hi", 40, model=server.service.names[0], **fields)
+    answer = MESSAGES.ask(server, "Hi", 40, model=server.registry.models[0].name, **fields)
     usage = answer["usage"]
     return answer["content"], usage["output_tokens"], usage["output_tokens_details"]["thinking_tokens"]
 
@@ -478,7 +478,7 @@ def test_an_answer_under_a_schema_after_it(endless: Running) -> None:
     assert content[-1]["text"] in ('{"sure":true}', '{"sure":false}')
     for budget in (0, 40):  # it has to be less than all
         thinking = {"type": "enabled", "budget_tokens": budget}
-        answered = MESSAGES.post(endless, "Hi", 40, model=endless.service.names[0], thinking=thinking)
+        answered = MESSAGES.post(endless, "Hi", 40, model=endless.registry.models[0].name, thinking=thinking)
         assert answered.status_code == 400
         assert "thinking.budget_tokens" in answered.json()["error"]["message"]
 

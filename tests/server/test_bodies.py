@@ -461,7 +461,7 @@ def test_large_bodies_are_read_in_turns_by_client(pocket: Any, monkeypatch: pyte
         asked: dict[str, Future[httpx2.Response]] = {}
         for name in ("a0", "a1", "a2", "a3", "b0"):
             asked[name] = threads.submit(post, name)
-            wait(lambda: len(read) + found.service.reading.waiting == len(asked))
+            wait(lambda: len(read) + found.registry.reading.waiting == len(asked))
         refused = post("b1")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         for name in ("a0", "a1", "b0", "a2", "a3"):

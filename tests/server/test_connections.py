@@ -197,7 +197,7 @@ def test_bytes_that_are_no_http(pocket: Any) -> None:
             <= {b"200", b"400", b"403", b"404", b"405", b"408"}
         )
         assert server.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
-        assert server.service.active == 0
+        assert server.registry.active == 0
 
 
 Pocket = tuple[Decoder, Any]
@@ -301,7 +301,7 @@ def test_a_slow_reader_holds_nobody_up(narrow: Running) -> None:
         # The engine is done with the slow one before anything of it is read.
         wait(lambda: is_free(narrow))
         time.sleep(0.1)
-        assert narrow.service.active == 1  # its answer is not sent
+        assert narrow.registry.active == 1  # its answer is not sent
         read = b""
         while not read.endswith(b"0\r\n\r\n"):
             read += slow.recv(1 << 20)

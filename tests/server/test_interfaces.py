@@ -262,7 +262,7 @@ def test_names_that_are_left_out_are_bounded(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients choose them: in the header, in the log and among the counters."""
-    monkeypatch.setattr(server.service.metrics, "_names", set())
+    monkeypatch.setattr(server.registry.metrics, "_names", set())
 
     def ignored() -> set[str]:
         lines = server.client.get("/metrics").text.splitlines()

@@ -17,7 +17,7 @@ import pytest
 from support.command import call
 from support.drafts import draft_by_chance
 from support.interfaces import CHAT, COMPLETIONS, INTERFACES, counts_of
-from support.server import SOON, Running, running, served, started
+from support.server import SOON, Running, running, served, start, started
 
 from kvant.cache import CacheOptions
 from kvant.cache.disk import DiskCache
@@ -28,7 +28,7 @@ from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
 from kvant.operators.exact_rows import TAIL_WINDOW
 from kvant.server import run
-from kvant.server.service import Service, make_pool
+from kvant.server.service import make_pool
 from kvant.server.settings import Limits, Settings
 from kvant.sizes import format_bytes
 
@@ -196,7 +196,7 @@ def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatc
     drafts = ModelDrafts(model=service.model).for_pool(pool)
     given = drafts if draft == "model" else None
     draft_by_chance(monkeypatch, 1)
-    with running(Service(settings, service.model, service.tokenizer, pool, drafts=given)) as found:
+    with running(start(settings, service.model, service.tokenizer, pool=pool, drafts=given)) as found:
         expected = COMPLETIONS.ask(server, *ASKED, ignore_eos=True)
         answer = COMPLETIONS.ask(found, *ASKED, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"] == 40
@@ -223,15 +223,13 @@ def test_without_a_draft_model(server: Running) -> None:
     assert "started without --draft-model" in refused.json()["error"]["message"]
     settings = replace(service.settings, draft="model", max_kv_size=256, sequences=2)
     with pytest.raises(ArgumentError, match="draft is 'model'; expected it with"):
-        Service(settings, service.model, service.tokenizer, make_pool(settings, service.model))
+        start(settings, service.model, service.tokenizer)
 
 
 def test_a_deterministic_server_refuses_them(server: Running) -> None:
     service = server.service
     settings = replace(service.settings, deterministic=True, max_kv_size=256, sequences=1)
-    with running(
-        Service(settings, service.model, service.tokenizer, make_pool(settings, service.model))
-    ) as found:
+    with running(start(settings, service.model, service.tokenizer)) as found:
         for to in INTERFACES:
             refused = to.post(found, *ASKED, draft="prompt")
             assert refused.status_code == 400
@@ -259,7 +257,7 @@ def test_a_restarted_server_reads_what_it_had(
         pool = make_pool(settings, pocket[0])
         if disk_folder:
             pool.use_disk(DiskCache(tmp_path / disk_folder))
-        with running(Service(settings, *pocket, pool)) as server:
+        with running(start(settings, *pocket, pool=pool)) as server:
             headers = {"authorization": f"Bearer {client if keys else 'any'}"}
             given.append(server.client.post(CHAT.path, json=body, headers=headers).json())
             if disk_folder:

@@ -92,7 +92,8 @@ def test_health_and_models(server: Running) -> None:
     )
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", only["created_at"])
     assert server.client.get("/v1/models/pocket").json() == only
-    assert server.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0}
+    idle = {"status": "ok", "waiting": 0, "running": 0, "loaded": ["pocket"]}
+    assert server.client.get("/health").json() == idle
     missing = server.client.get("/v1/models/owner/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
@@ -169,23 +170,23 @@ def test_names_of_a_model(
     monkeypatch.chdir(tmp_path)
     for given in (str(folder), "./my-model", "my-model"):
         aliases = ("gpt-4o", "claude-*")
-        service = start(Settings(model=given, sequences=1, max_kv_size=128, aliases=aliases), *pocket)
+        settings = Settings(model=given, sequences=1, max_kv_size=128, aliases=aliases)
+        registry = start(settings, *pocket)
         try:
-            assert service.names == tuple(dict.fromkeys(["my-model", given, *aliases]))
+            assert registry.models[0].names == tuple(dict.fromkeys(["my-model", given]))
             for name in (given, "gpt-4o", "claude-sonnet-4-5"):
-                assert service.check_model(name) == "my-model"
+                assert registry.find(name).name == "my-model"
             for name in ("gpt-4", "my-claude-3"):
                 with pytest.raises(ApiError, match=r"expected 'my-model' or .*'claude-.*--alias"):
-                    service.check_model(name)
-            request = HttpRequest(
-                {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(service=service))}
-            )
+                    registry.find(name)
+            state = SimpleNamespace(registry=registry)
+            request = HttpRequest({"type": "http", "app": SimpleNamespace(state=state)})
             listed = json.loads(bytes(asyncio.run(routes.models(request)).body))
             assert [each["id"] for each in listed["data"]] == ["my-model", "gpt-4o"]
             assert (listed["first_id"], listed["last_id"]) == ("my-model", "gpt-4o")
             assert listed["alias_patterns"] == ["claude-*"]
         finally:
-            service.close()
+            registry.close()
 
 
 FILES = sorted(page.FOLDER.iterdir())

@@ -20,6 +20,8 @@ import kvant
 from kvant.server.app import make_app
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Event, Text
+from kvant.server.metrics import Metrics
+from kvant.server.registry import Registry, ServedModel, served_model
 from kvant.server.run import Server, bind, url_of
 from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
@@ -34,9 +36,16 @@ class Running:
 
     url: str
     client: httpx2.Client
-    service: Service
+    registry: Registry
     server: Server
     thread: threading.Thread
+
+    @property
+    def service(self) -> Service:
+        """The first model's."""
+        service = self.registry.models[0].service
+        assert service is not None
+        return service
 
     def connect(self) -> socket.socket:
         host, port = self.url.removeprefix("http://").rsplit(":", 1)
@@ -68,34 +77,45 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def start(settings: Settings, model: Any = None, tokenizer: Any = None) -> Service:
-    """A service on a pool of its own; default: of the settings' model."""
-    if model is None:
-        model, tokenizer = kvant.load(settings.model)
-    return Service(settings, model, tokenizer, make_pool(settings, model))
+def offered(settings: Settings, model: Any = None, tokenizer: Any = None, **options: Any) -> ServedModel:
+    """Return a model that is loaded on a pool of its own when it is needed; default: the settings' model."""
+
+    def load(metrics: Metrics) -> Service:
+        loaded = kvant.load(settings.model) if model is None else (model, tokenizer)
+        pool = options.get("pool") or make_pool(settings, loaded[0])
+        return Service(settings, *loaded, pool, metrics, options.get("planned"), options.get("drafts"))
+
+    return served_model(settings, load, options.get("planned"))
+
+
+def start(settings: Settings, model: Any = None, tokenizer: Any = None, **options: Any) -> Registry:
+    """Return the registry of one model, which is loaded."""
+    registry = Registry(settings, [offered(settings, model, tokenizer, **options)])
+    registry.load_now(registry.models[0])
+    return registry
 
 
 @contextmanager
-def running(service: Service, routes: Sequence[BaseRoute] = ()) -> Iterator[Running]:
-    """Serve, with further routes, and end both the server and the service."""
+def running(registry: Registry, routes: Sequence[BaseRoute] = ()) -> Iterator[Running]:
+    """Serve, with further routes, and end both the server and its models."""
     said = threading.Event()
-    app = make_app(service)
+    app = make_app(registry)
     app.router.routes.extend(routes)
-    with bind(service.settings) as bound:
+    with bind(registry.settings) as bound:
         bound.listen(1024)
-        server = Server(app, service, lambda line: said.set())
+        server = Server(app, registry, lambda line: said.set())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="server")
         thread.start()
         try:
             assert said.wait(SOON)
             url = url_of(bound)
             with httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:
-                yield Running(url, client, service, server, thread)
+                yield Running(url, client, registry, server, thread)
         finally:
             server.should_exit = server.force_exit = True
             thread.join(SOON)
             assert not thread.is_alive()
-            service.close()
+            registry.close()
 
 
 def served(

@@ -113,7 +113,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve models over HTTP: /v1/chat/completions, /v1/messages, /v1/responses and others, and a chat page."""
+    """Serve models over HTTP, as OpenAI's and Anthropic's clients speak, with a chat page."""
     try:
         from kvant.cli.served_models import chosen_models, keep_alive_seconds, offer
         from kvant.server.registry import Registry

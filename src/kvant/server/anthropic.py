@@ -20,14 +20,13 @@ from kvant.server.body import (
     Fields,
     SamplingFields,
     check_range,
-    decode,
     known_of,
     max_tokens,
     sampling_options,
     stops,
     typed,
 )
-from kvant.server.endpoint import Dialect, Encoder, in_turn, read_body, unless_gone, use_model
+from kvant.server.endpoint import BodyReader, Dialect, Encoder, unless_gone
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Call, End, Format, Generation, Text, Tool, ToolChoice
 from kvant.server.left_out import LeftOut
@@ -515,8 +514,9 @@ async def count_tokens(request: Request) -> JSONResponse:
     """
     registry: Registry = request.app.state.registry
     left_out: LeftOut = request.state.left_out
-    body = await read_body(request, lambda sent: decode(sent, Conversation, left_out, registry.context))
-    service, _ = await use_model(request, body.model)
-    generation = await in_turn(request, lambda: conversation(body, service, left_out))
+    async with await BodyReader.of(request) as reader:
+        body = await reader.decode(Conversation, left_out, registry.context)
+        service, _ = await reader.use_model(body.model)
+        generation = await reader.call(lambda: conversation(body, service, left_out))
     prompt = await unless_gone(request.receive, asyncio.to_thread(read_prompt, service, generation))
     return JSONResponse({"input_tokens": len(prompt.ids)})

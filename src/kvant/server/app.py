@@ -16,8 +16,8 @@ from starlette.routing import BaseRoute, Route
 from kvant.server import control, page, status
 from kvant.server.answering import read_prompt
 from kvant.server.anthropic import MESSAGES, count_tokens
-from kvant.server.body import Fields, decode
-from kvant.server.endpoint import read_body, use_model
+from kvant.server.body import Fields
+from kvant.server.endpoint import BodyReader
 from kvant.server.errors import ApiError, log_cause
 from kvant.server.generation import Generation
 from kvant.server.openai import CHAT, COMPLETIONS
@@ -102,15 +102,14 @@ async def tokenize(request: Request) -> Response:
     """The ids, their number, and how many there may be."""
     registry: Registry = request.app.state.registry
 
-    def read(sent: bytes) -> tuple[TokenizeBody, Generation]:
-        body = decode(sent, TokenizeBody, tokens=registry.context)
+    async with await BodyReader.of(request) as reader:
+        body = await reader.decode(TokenizeBody, tokens=registry.context)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("expected either prompt or messages", param="prompt")
         field = "prompt" if body.messages is None else "messages"
-        return body, Generation(messages=msgspec.to_builtins(body.messages), prompt=body.prompt, field=field)
-
-    body, asked = await read_body(request, read)
-    service, _ = await use_model(request, body.model)
+        messages = await reader.call(lambda: msgspec.to_builtins(body.messages))
+        service, _ = await reader.use_model(body.model)
+    asked = Generation(messages=messages, prompt=body.prompt, field=field)
     ids = (await asyncio.to_thread(read_prompt, service, asked)).ids
     found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
     if body.return_token_strs:

@@ -4,8 +4,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from kvant.server.body import Fields, decode
-from kvant.server.endpoint import read_body
+from kvant.server.body import Fields
+from kvant.server.endpoint import BodyReader
 from kvant.server.registry import Registry
 from kvant.server.security import CONTROL_PREFIX
 
@@ -28,7 +28,8 @@ async def unload(request: Request) -> Response:
     The answer has the models that were loaded, each with whether it is unloaded now.
     """
     registry: Registry = request.app.state.registry
-    body = await read_body(request, lambda sent: decode(sent, UnloadBody))
+    async with await BodyReader.of(request) as reader:
+        body = await reader.decode(UnloadBody)
     chosen = registry.models if body.model is None else [registry.find(body.model)]
     loaded = [model for model in chosen if model.service is not None]
     records = []

@@ -4,9 +4,10 @@ A client that goes away ends what was begun for it.
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -96,20 +97,22 @@ class Dialect:
         registry: Registry = request.app.state.registry
         left_out: LeftOut = request.state.left_out
         usage: Usage = request.state.usage
-        body = await read_body(request, lambda sent: decode(sent, self.body, left_out, registry.context))
-        service, name = await use_model(request, body.model)
-        usage.model = body.model
+        async with await BodyReader.of(request) as reader:
+            body = await reader.decode(self.body, left_out, registry.context)
+            service, name = await reader.use_model(body.model)
+            usage.model = body.model
 
-        def read() -> tuple[Sequence[Generation], Encoder]:
-            salt, client = _whose(request)
-            asked = [
-                replace(each, salt=salt, client=client) for each in self.generations(body, service, left_out)
-            ]
-            for each in sorted(unheld_formats(asked[0])):
-                left_out.add("format", each)
-            return asked, self.encoder(name, body, asked, service)
+            def read() -> tuple[Sequence[Generation], Encoder]:
+                salt, client = _whose(request)
+                asked = [
+                    replace(each, salt=salt, client=client)
+                    for each in self.generations(body, service, left_out)
+                ]
+                for each in sorted(unheld_formats(asked[0])):
+                    left_out.add("format", each)
+                return asked, self.encoder(name, body, asked, service)
 
-        generations, encoder = await in_turn(request, read)
+            generations, encoder = await reader.call(read)
         events = together(
             [answer(service, each) for each in generations],
             generations[0].answers,
@@ -129,39 +132,74 @@ def _whose(request: Request) -> tuple[bytes, str]:
     return request.state.salt, request.client.host if request.client else ""
 
 
-async def use_model(request: Request, name: str | None) -> tuple[Service, str]:
-    """Return the service of the model that a request names, and the name that its answer carries.
+class BodyReader:
+    """Calls functions that look at one request's body.
 
-    The model is loaded if it is not, and stays loaded until the request has ended.
+    A small body is looked at once. Large ones are looked at in a thread, one body at a time, while other
+    requests are answered.
     """
-    registry: Registry = request.app.state.registry
-    model = registry.find(name)
-    if model.service is not None:
-        return await registry.acquire(model, request.state.leases), model.name
-    loading = registry.acquire(model, request.state.leases)
-    return await unless_gone(request.receive, loading), model.name
 
+    def __init__(self, request: Request, body: bytes) -> None:
+        self._request = request
+        self._body = body
+        self._marks = 0 if len(body) <= SMALL_BODY else count_marks(body)
+        self._turn: AsyncExitStack | None = None  # while it is this body's
 
-async def read_body(request: Request, read: Callable[[bytes], T]) -> T:
-    """Return what a function makes of a request's body; see :func:`in_turn`."""
-    body = b"".join([part async for part in request.stream()])  # Request.body() would keep it
-    request.state.marks = 0 if len(body) <= SMALL_BODY else count_marks(body)
-    return await in_turn(request, partial(read, body))
+    @classmethod
+    async def of(cls, request: Request) -> "BodyReader":
+        """Return a reader of a request's whole body."""
+        return cls(
+            request, b"".join([part async for part in request.stream()])
+        )  # Request.body() would keep it
 
+    async def __aenter__(self) -> "BodyReader":
+        return self
 
-async def in_turn(request: Request, read: Callable[[], T]) -> T:
-    """Call a function that looks at a body: at once if the body is small, else in a thread, one at a time.
+    async def __aexit__(self, *_: object) -> None:
+        await self._end_turn()
 
-    Others are answered meanwhile.
-    """
-    if not request.state.marks:
-        return read()
-    registry: Registry = request.app.state.registry
-    work = registry.reading.run(_whose(request), request.state.marks, registry.settings.max_queue, read)
-    try:
-        return await unless_gone(request.receive, work)
-    except QueueFullError as error:
-        raise busy(error) from error
+    async def decode(self, kind: type[T], left_out: LeftOut | None = None, tokens: float = math.inf) -> T:
+        """Return the body as ``kind``, as :func:`kvant.server.body.decode`, and forget its bytes."""
+        body = self._body
+        self._body = b""
+        return await self.call(partial(decode, body, kind, left_out, tokens))
+
+    async def use_model(self, name: str | None) -> tuple[Service, str]:
+        """Return the service of the model that a body names, and the name that its answer carries.
+
+        The model is loaded if it is not, and stays loaded until the request has ended.
+        """
+        registry: Registry = self._request.app.state.registry
+        model = registry.find(name)
+        acquired = registry.acquire(model, self._request.state.leases)
+        if model.service is not None:
+            return await acquired, model.name
+        await self._end_turn()
+        return await unless_gone(self._request.receive, acquired), model.name
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Call a function that may take as long as the body is large."""
+        if not self._marks:
+            return work()
+        try:
+            return await unless_gone(self._request.receive, self._in_thread(work))
+        except QueueFullError as error:
+            raise busy(error) from error
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        registry: Registry = self._request.app.state.registry
+        if self._turn is None:
+            room = registry.settings.max_queue
+            async with AsyncExitStack() as stack:
+                turn = registry.reading.turn(_whose(self._request), self._marks, room)
+                await stack.enter_async_context(turn)
+                self._turn = stack.pop_all()
+        return await registry.reading.call(work)
+
+    async def _end_turn(self) -> None:
+        if self._turn is not None:
+            await self._turn.aclose()
+            self._turn = None
 
 
 async def together(

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvant.engine.drafts import DraftCounts
+from kvant.errors import one_line
 from kvant.machine import bound_memory
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.metrics import Metrics
@@ -201,7 +202,8 @@ class Registry:
         self.draining = True
         for service in self.loaded:
             service.close(timeout)
-            service.tokenizer.close()
+            if service.pool.disk is not None:
+                service.pool.disk.disk.close()
 
     def describe(self, model: ServedModel) -> dict[str, Any]:
         """Return a model's state as JSON."""
@@ -244,20 +246,29 @@ class Registry:
                 await self._make_room(model)
                 self._bound_memory(model)
                 models_logger.info("loading %s", model.name)
-                try:
-                    service = await asyncio.to_thread(model.load, self.metrics)
-                except Exception as error:
+                service = await self._try_loading(model)
+                if service is None:
+                    await asyncio.to_thread(_free)
                     self._bound_memory()
-                    logger.error("%s could not be loaded: %s", model.name, described(error))
                     message = f"the model {model.name!r} could not be loaded; the server's log says more"
                     model.failure = time.monotonic(), message
-                    raise self._unavailable(message) from error
+                    raise self._unavailable(message)
                 if self.draining:  # since it began to load
                     await asyncio.to_thread(service.close)
                     raise ApiError(ENDING, status=503)
                 self._has_loaded(model, service)
+                self._schedule(model)
+                models_logger.info("loaded %s, %s", model.name, format_bytes(model.planned_bytes))
         finally:
             model.loading = None
+
+    async def _try_loading(self, model: ServedModel) -> Service | None:
+        """Load a model in a thread; None if that fails. The error, which holds what was read, goes."""
+        try:
+            return await asyncio.to_thread(model.load, self.metrics)
+        except Exception as error:
+            logger.error("%s could not be loaded: %s: %s", model.name, described(error), one_line(error))
+            return None
 
     def _has_loaded(self, model: ServedModel, service: Service) -> None:
         model.service = service
@@ -268,7 +279,6 @@ class Registry:
         model.is_stopping = False
         model.failure = None
         self.metrics.loaded(model.name)
-        self._schedule(model)
 
     async def _make_room(self, wanted: ServedModel) -> None:
         """Unload models that no request uses, the least recently used first, until another one fits.
@@ -367,6 +377,11 @@ def _end(services: list[Service]) -> None:
     if service.pool.disk is not None:
         service.pool.disk.disk.flush(FLUSH_S)
     del service
+    _free()
+
+
+def _free() -> None:
+    """Free the memory of objects that nothing refers to."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -154,6 +154,8 @@ def serve(
     finally:
         bound.close()
         registry.close(0 if registry.draining else 10)  # it was waited for already, or not
+        for service in registry.loaded:
+            service.tokenizer.close()
 
 
 def url_of(bound: socket.socket) -> str:

@@ -4,7 +4,7 @@ The page reads :class:`kvant.server.live.Live` instead, whose counts and pages b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -56,5 +56,9 @@ def total(snapshots: Sequence[Snapshot], ended: DraftCounts, models: Mapping[str
 
 def add_drafts(*counts: DraftCounts) -> DraftCounts:
     """Return the sums of several counts."""
-    names = [each.name for each in fields(DraftCounts)]
-    return DraftCounts(**{name: sum(getattr(each, name) for each in counts) for name in names})
+    return DraftCounts(
+        steps=sum(each.steps for each in counts),
+        tokens=sum(each.tokens for each in counts),
+        drafted=sum(each.drafted for each in counts),
+        accepted=sum(each.accepted for each in counts),
+    )

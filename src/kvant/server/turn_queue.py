@@ -34,6 +34,10 @@ class TurnQueue:
         """How many wait for their turn."""
         return sum(map(len, self._waiting.values()))
 
+    async def call(self, work: Callable[[], T]) -> T:
+        """Call a function in the queue's thread; the caller has a turn."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     async def run(
         self, client: Hashable, size: int, room: int, work: Callable[[*Given], T], *given: *Given
     ) -> T:
