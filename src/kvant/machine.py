@@ -1,7 +1,11 @@
 """The machine: its memory and how much of it a plan may use, what computes on it, and what is installed."""
 
+import ctypes
+import gc
 import os
 import platform
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -106,6 +110,17 @@ def bound_memory(arrays: int, scratch: int) -> None:
     """Hold MLX to planned bytes: ``arrays`` at most, of which it keeps ``scratch`` for reuse."""
     mx.set_cache_limit(scratch)
     mx.set_memory_limit(arrays)
+
+
+def free_memory() -> None:
+    """Give the memory of objects that nothing refers to any more back to the system."""
+    gc.unfreeze()  # a loaded model's objects were frozen, so that the collector skips them
+    gc.collect()
+    gc.freeze()
+    mx.clear_cache()
+    if sys.platform == "linux":  # on a CPU MLX allocates with malloc, which keeps what is freed
+        with suppress(AttributeError):  # a C library that is not glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:

@@ -1,5 +1,6 @@
 """A server in this process: uvicorn in a thread, as ``kvant serve`` runs it, on a free port of loopback."""
 
+import asyncio
 import json
 import os
 import re
@@ -39,6 +40,11 @@ class Running:
     registry: Registry
     server: Server
     thread: threading.Thread
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The server's event loop."""
+        return self.server.loop
 
     @property
     def service(self) -> Service:

@@ -1,6 +1,7 @@
 """``kvant ps``: the models of the servers that this user runs, and what each one does."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,14 +38,16 @@ def _rows(server: RunningServer) -> list[dict[str, Any]]:
 def _table(rows: list[dict[str, Any]]) -> "Iterator[RenderableType]":
     if not rows:
         yield "no server is running; kvant serve starts one"
-        return
-    texts = []
-    for row in rows:
-        if "error" in row:
-            texts.append([row["server"], "", row["error"], "", "", "", ""])
+    for (url, pid), of_server in groupby(rows, key=lambda row: (row["server"], row["pid"])):
+        models = list(of_server)
+        if "error" in models[0]:
+            yield f"{url} (process {pid}): {models[0]['error']}"
             continue
-        idle = "" if row["idle_s"] is None else f"{row['idle_s']:.0f} s"
-        numbers = [format_bytes(row["planned_bytes"]), str(row["context"]), str(row["requests"]), idle]
-        texts.append([row["server"], row["name"], row["state"], *numbers])
-    right = ["memory", "context", "requests", "idle"]
-    yield terminal.table(["server", "model", "state", *right], texts, right=right)
+        yield f"{url} (process {pid})"
+        right = ["memory", "context", "requests", "idle"]
+        texts = []
+        for row in models:
+            idle = "" if row["idle_s"] is None else f"{row['idle_s']:.0f} s"
+            numbers = [format_bytes(row["planned_bytes"]), f"{row['context']:,}", str(row["requests"]), idle]
+            texts.append([row["name"], row["state"], *numbers])
+        yield terminal.table(["model", "state", *right], texts, right=right)

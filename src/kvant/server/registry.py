@@ -4,7 +4,6 @@ All of it runs in the event loop's thread, except loading and unloading themselv
 """
 
 import asyncio
-import gc
 import logging
 import math
 import time
@@ -14,11 +13,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-import mlx.core as mx
-
 from kvant.engine.drafts import DraftCounts
 from kvant.errors import one_line
-from kvant.machine import bound_memory
+from kvant.machine import bound_memory, free_memory
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.metrics import Metrics
 from kvant.server.service import Service, model_names
@@ -248,7 +245,7 @@ class Registry:
                 models_logger.info("loading %s", model.name)
                 service = await self._try_loading(model)
                 if service is None:
-                    await asyncio.to_thread(_free)
+                    await asyncio.to_thread(free_memory)
                     self._bound_memory()
                     message = f"the model {model.name!r} could not be loaded; the server's log says more"
                     model.failure = time.monotonic(), message
@@ -273,7 +270,7 @@ class Registry:
     def _has_loaded(self, model: ServedModel, service: Service) -> None:
         model.service = service
         model.context = service.max_seq_len
-        model.planned = service.planned
+        model.planned = service.planned or model.planned
         self._bound_memory()
         model.loaded_at = time.monotonic()
         model.is_stopping = False
@@ -377,15 +374,7 @@ def _end(services: list[Service]) -> None:
     if service.pool.disk is not None:
         service.pool.disk.disk.flush(FLUSH_S)
     del service
-    _free()
-
-
-def _free() -> None:
-    """Free the memory of objects that nothing refers to."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    mx.clear_cache()
+    free_memory()
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:

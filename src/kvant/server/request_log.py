@@ -12,7 +12,7 @@ from kvant.server.generation import Begun, End, Event, Text
 
 logger = logging.getLogger("kvant.server.requests")
 # Monitors and the page ask for these again and again: only their errors are logged.
-POLLED = frozenset({"/live", "/health", "/metrics", "/page/{name}"})
+POLLED = frozenset({"/live", "/health", "/metrics", "/page/{name}", "/control/models"})
 MAX_NAME = 80  # columns of a path or of a model's name: clients choose them
 
 

@@ -196,7 +196,8 @@ class Server(uvicorn.Server):
         self._logged: dict[str, float] = {}  # when, by the event loop's message
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._log)
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self._log)
         logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that went away
         await super().startup(sockets)
         self._registry.start()
