@@ -24,6 +24,9 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Request, sync_playwright
 from support.server import Started, started
 
+from kvant.engine.load import find_model
+from kvant.files import POCKET
+
 STORY = "Tell me a story about a fox named Pip."
 REACHED = "$('#reserved').textContent.includes('B')"
 HELPERS = """
@@ -593,6 +596,33 @@ def test_key(visit: Any, serve: Any, tmp_path: Path) -> None:
         for each in (tab, again):
             assert all("401" in problem for problem in each.problems), each.problems
             each.problems.clear()
+            each.close()
+        stop(process)
+
+
+def test_several_models(visit: Any, serve: Any, tmp_path: Path) -> None:
+    """The second one is loaded when it is asked for; the choice outlives the page."""
+    (tmp_path / "second").symlink_to(find_model(POCKET))
+    with serve("--model", POCKET, "--model", str(tmp_path / "second")) as (process, client, _):
+        tab = visit(client)
+        assert tab.run("$$('#model-choice option').map((each) => each.textContent)") == [POCKET, "second"]
+        assert tab.run("$('#model').hidden")
+        assert tab.ask(STORY)
+        tab.page.select_option("#model-choice", "second")
+        tab.wait("$('#reserved').textContent === 'Not loaded'")
+        assert client.get("/health").json()["loaded"] == [POCKET]
+        assert tab.ask(STORY)
+        assert tab.sent()["model"] == "second"
+        assert client.get("/health").json()["loaded"] == [POCKET, "second"]
+        tab.wait(REACHED)
+        tab.reload()
+        tab.wait(REACHED)
+        assert tab.run("$('#model-choice').value") == "second"
+        assert tab.run("document.title") == "second · kvant"
+        phone = visit(client, viewport={"width": 390, "height": 780}, has_touch=True, is_mobile=True)
+        phone.wait(REACHED)
+        assert phone.run("fits()")
+        for each in (tab, phone):
             each.close()
         stop(process)
 

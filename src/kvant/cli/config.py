@@ -56,6 +56,9 @@ def defaults(command: str) -> Defaults:
         found.take(table, FILE)
     if model := os.environ.get(MODEL_VARIABLE):
         found.take({"model": model}, MODEL_VARIABLE)
+    _, kind = flags.get("model", ("", str))
+    if kind is list and isinstance(found.get("model"), str):  # serve takes several
+        found["model"] = [found["model"]]
     return found
 
 
@@ -130,6 +133,8 @@ def check(
             value = json.dumps(value)
         elif name == "max_kv_size" and type(value) is int:
             value = str(value)
+        elif name == "model" and kind is list and isinstance(value, str):
+            value = [value]
         right = isinstance(value, (int, float) if kind is float else kind)
         if kind is list:
             right = right and all(isinstance(item, str) for item in value)

@@ -76,6 +76,7 @@ def _entry(registry: Registry, model: ServedModel, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
+        "root": model.name,  # the model behind an alias
         "loaded": model.service is not None,
     }
 

@@ -62,10 +62,11 @@ function messageOf(text) {
   }
 }
 
-// The name of the model that is served.
-export async function model(signal) {
+// The names of the models that are served.
+export async function models(signal) {
   const response = await request("v1/models", { signal });
-  return String((await response.json()).data[0].id);
+  const { data } = await response.json();
+  return [...new Set(data.map(({ root }) => String(root)))];
 }
 
 // The pieces of an answer, as they come: {text}, {thinking}, {reason} and {usage}.
@@ -88,14 +89,14 @@ export async function* answer(body, signal) {
   if (!ended) throw new ServerError("the connection ended before the answer did");
 }
 
-// What the pool and the engine are doing, a few times a second.
-export async function* live(signal) {
+// What a model's pool and engine are doing, a few times a second; {loaded: false} while it is not loaded.
+export async function* live(model, signal) {
   for (let known = ""; ; await new Promise((done) => setTimeout(done, 200))) {
-    const response = await request(`live?known=${known}`, { signal });
+    const response = await request(`live?model=${encodeURIComponent(model)}&known=${known}`, { signal });
     const state = await response.json().catch(() => {
       throw new ServerError("the connection was lost");
     });
-    known = state.generated;
+    known = state.generated ?? "";
     yield state;
   }
 }

@@ -1,24 +1,54 @@
 // The connection to the server: it listens to the pool, tries again where it breaks, and asks for a key.
 
-import { hasKey, live, model, ServerError, setKey } from "./client.js";
+import { hasKey, live, models, ServerError, setKey } from "./client.js";
+import { element } from "./dom.js";
 import { Panel } from "./panel.js";
 
 const LONGEST_WAIT_S = 8; // between two tries to reach the server
 const at = (id) => document.getElementById(id);
 const panel = new Panel();
+const CHOICE = "kvant.model"; // the name that was chosen last, in this browser
 let modelName = null;
 
-// The name of the model that is served.
+// The name of the model that answers.
 export async function learnModel() {
   return modelName ?? (await askForModel());
 }
 
 async function askForModel() {
-  modelName = await model();
-  at("model").textContent = modelName;
-  document.title = `${modelName} · kvant`;
+  const names = await models();
+  const chosen = storedChoice();
+  showModel(names.includes(chosen) ? chosen : names[0]);
+  const options = names.map((name) => element("option", { textContent: name, selected: name === modelName }));
+  at("model-choice").replaceChildren(...options);
+  at("model-choice").hidden = names.length < 2;
+  at("model").hidden = names.length > 1;
   return modelName;
 }
+
+function showModel(name) {
+  modelName = name;
+  at("model").textContent = name;
+  document.title = `${name} · kvant`;
+}
+
+function storedChoice() {
+  try {
+    return localStorage.getItem(CHOICE);
+  } catch {
+    return modelName; // the browser stores nothing
+  }
+}
+
+at("model-choice").addEventListener("change", () => {
+  showModel(at("model-choice").value);
+  try {
+    localStorage.setItem(CHOICE, modelName);
+  } catch {
+    // It counts until the page is left.
+  }
+  listening?.abort();
+});
 
 const sleep = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 let listening = null; // ends what listens to the server
@@ -33,12 +63,13 @@ export async function listen() {
     }
     listening = new AbortController();
     try {
-      await askForModel();
+      const name = await askForModel();
       panel.clear();
-      for await (const state of live(listening.signal)) {
+      for await (const state of live(name, listening.signal)) {
         wait = 0.5;
         connected("");
-        panel.take(state);
+        if (state.loaded) panel.take(state);
+        else panel.showNotLoaded();
       }
     } catch (error) {
       if (listening.signal.aborted) continue;

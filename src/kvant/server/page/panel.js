@@ -46,6 +46,12 @@ export class Panel {
     at("plot").setAttribute("aria-label", "No token yet");
   }
 
+  // The model takes no memory: it is loaded at its next request.
+  showNotLoaded() {
+    if (this.facts) this.clear();
+    at("reserved").textContent = "Not loaded";
+  }
+
   // What the server says of itself.
   take(state) {
     if (!this.facts) {
