@@ -71,7 +71,14 @@ def _states(server: Running) -> dict[str, str]:
 
 
 def _ask(server: Running, model: str, **fields: Any) -> httpx2.Response:
-    body = {"model": model, "prompt": "w5 w6 Once", "max_tokens": 8, "ignore_eos": True, "temperature": 0, **fields}
+    body = {
+        "model": model,
+        "prompt": "w5 w6 Once",
+        "max_tokens": 8,
+        "ignore_eos": True,
+        "temperature": 0,
+        **fields,
+    }
     return server.client.post(COMPLETIONS.path, json=body)
 
 

@@ -1,0 +1,86 @@
+"""``kvant ps`` and ``kvant stop``: they find this user's servers and unload their models."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from support.command import call
+from support.server import started
+
+from kvant.cli.running import recorded, running_servers
+from kvant.files import user_cache
+from kvant.private import write_record
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def _state(name: str) -> str:
+    rows = json.loads(call("ps", "--json").stdout)
+    return str(next(row["state"] for row in rows if row["name"] == name))
+
+
+def test_without_a_server() -> None:
+    assert call("ps").stdout == "no server is running; kvant serve starts one\n"
+    assert call("ps", "--json").stdout == "[]\n"
+    refused = call("stop", "pocket")
+    assert (refused.returncode, refused.stderr) == (1, "kvant: error: no server is running\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("pocket", "--all")])
+def test_what_to_stop(arguments: tuple[str, ...]) -> None:
+    refused = call("stop", *arguments)
+    assert refused.returncode == 2
+    assert "either the name of a model or --all" in refused.stderr
+
+
+def test_a_running_server(tmp_path: Path, pocket_folder: Path) -> None:
+    (tmp_path / "second").symlink_to(pocket_folder)
+    models = ("--model", "pocket", "--model", str(tmp_path / "second"), "--alias", f"2={tmp_path / 'second'}")
+    with started(tmp_path, *models) as (process, client, _):
+        (record,) = (tmp_path / "kvant" / "servers").iterdir()
+        assert (record.stat().st_mode & 0o777, record.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+        assert client.post("/control/unload", json={}).status_code == 403
+        text = call("ps").stdout
+        assert str(client.base_url) in text
+        assert re.search(r"pocket +loaded .* MB +512 +0 ", text)
+        assert re.search(r"second +not loaded ", text)
+        answer = client.post("/v1/completions", json={"model": "2", "prompt": "Once", "max_tokens": 2}).json()
+        assert answer["model"] == "second"
+        assert _state("second") == "loaded"
+        assert "second at http" in call("stop", "2").stderr
+        assert (_state("pocket"), _state("second")) == ("loaded", "not loaded")
+        assert call("stop", "2").stderr == "2 is not loaded\n"
+        refused = call("stop", "third")
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "no running server has the model 'third'; expected one of pocket, second" in refused.stderr
+        assert "pocket at http" in call("stop", "--all").stderr
+        assert client.get("/health").json()["loaded"] == []
+        assert client.post("/v1/completions", json={"model": "pocket", "prompt": "a"}).status_code == 200
+        process.terminate()
+        assert process.wait(20) == 0
+        assert not record.exists()
+
+
+def test_records_that_are_no_servers(tmp_path: Path) -> None:
+    """One of a process that has ended goes; one that others could have written is not believed."""
+    folder = user_cache() / "servers"
+    gone = {"url": "http://127.0.0.1:1", "pid": 2**22 + 1, "token": "x"}
+    write_record(folder / "1.json", gone)
+    write_record(folder / "2.json", {**gone, "pid": "me"})
+    (folder / "3.json").write_text("no JSON")
+    write_record(folder / "4.json", {**gone, "pid": os.getpid()})
+    (folder / "4.json").chmod(0o666)
+    assert running_servers() == []
+    assert [*folder.iterdir()] == []
+    with recorded("http://127.0.0.1:1", "secret"):
+        (found,) = running_servers()
+        assert (found.url, found.pid) == ("http://127.0.0.1:1", os.getpid())
+        assert "does not answer" in call("ps").stdout
+        refused = call("stop", "pocket")
+        assert (refused.returncode, "does not answer" in refused.stderr) == (1, True)
+    assert running_servers() == []
