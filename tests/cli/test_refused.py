@@ -182,7 +182,7 @@ USAGE = [
     ("report --formats ''", "--formats: format '' is unknown"),
     ("report --formats 0,0", "twice"),
     ("report --tokens 7", "--tokens is 7; expected at least 8"),
-    ("report --plot a.pdf", "--plot: the plot is to be a.pdf"),
+    ("report --plot a.pdf", "--plot: the plot file is a.pdf"),
 ]
 ON_A_CPU = [
     ("generate a --wired", "--wired: only a Mac's GPU has memory to wire"),

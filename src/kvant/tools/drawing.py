@@ -1,4 +1,4 @@
-"""Plots of the project's look."""
+"""Plots in the project's style."""
 
 import importlib.util
 import os
@@ -14,30 +14,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
-# Distinct for most color-blind readers, by Okabe and Ito.
+# Okabe and Ito's colors, which most color-blind readers can tell apart.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31")
 STYLE = {"svg.hashsalt": "kvant", "svg.fonttype": "none", "font.size": 10, "axes.edgecolor": "#888888"}
 
 
 def check_plot_path(path: Path) -> None:
-    """Find out before a long run that its plot can be written."""
+    """Raise before a long run if its plot could not be written."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(
-            f"the plot is to be {path.name}; expected a name that ends in {' or '.join(SUFFIXES)}"
+            f"the plot file is {path.name}; expected a name that ends in {' or '.join(SUFFIXES)}"
         )
     if not path.parent.is_dir():
-        raise ValueError(f"the plot is to be {path}; its folder does not exist")
+        raise ValueError(f"the plot file is {path}; its folder does not exist")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"the plot is to be {path}, which cannot be written")
+        raise ValueError(f"the plot file is {path}, which cannot be written")
     if importlib.util.find_spec("matplotlib") is None:
         raise KvantError("a plot needs matplotlib, which is not installed", install_command("plot"))
 
 
 @contextmanager
 def drawing(path: Path, width: float, caption: str) -> Iterator["Figure"]:
-    """A figure, ``width`` inches wide, for a path that was checked. Equal data give the same SVG, byte for
-    byte.
-    """
+    """Yield a figure ``width`` inches wide and save it to ``path``. Equal data give byte-identical SVGs."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -52,5 +50,5 @@ def drawing(path: Path, width: float, caption: str) -> Iterator["Figure"]:
 
 
 def plain(text: str) -> str:
-    """Text that matplotlib doesn't take for mathematics."""
+    """Escape text so that matplotlib does not read it as mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""mlx-lm's own model of a folder, loaded after kvant checked the files."""
+"""Load mlx-lm's own model from a folder after kvant has checked the files."""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from kvant.models.tensors import TensorFiles
 
 
 def load_mlx_lm(folder: Path, dtype: mx.Dtype | None = None) -> tuple[Any, int | None]:
-    """Load mlx-lm's module; ``dtype``: cast floating-point weights to it.
+    """Load mlx-lm's module; cast its floating-point weights to ``dtype`` if there is one.
 
     Returns:
-        the module, and the experts that a token uses; None: it has none.
+        The module, and the number of experts per token, or None for a model without experts.
 
     Raises:
-        KvantError: a folder that cannot be loaded. mlx-lm's own errors pass.
+        KvantError: the folder cannot be loaded. Errors of mlx-lm pass through.
     """
     from kvant.bridge.folder import TIED, check_bridged, settle_head
 
@@ -34,7 +34,7 @@ def load_mlx_lm(folder: Path, dtype: mx.Dtype | None = None) -> tuple[Any, int |
             config = {key: settled[key] for key in (TIED, "text_config") if key in settled}
     else:
         native, tensors = check_folder(folder)
-        # config.json may have the rotary positions in two places, of which mlx-lm 0.32.2 reads one
+        # config.json may store the rope settings under either of two keys; mlx-lm 0.32.2 reads only one
         # (docs/models.md).
         scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
         config = {"rope_theta": native.rope.theta, "tie_word_embeddings": native.tie_word_embeddings}
@@ -45,7 +45,7 @@ def load_mlx_lm(folder: Path, dtype: mx.Dtype | None = None) -> tuple[Any, int |
     unnamed = {*folder.glob("model*.safetensors")} - {*tensors.files}
     if unnamed:  # mlx-lm reads every file of such a name, unchecked
         raise CheckpointError(f"{min(unnamed)}: not among the model's files; mlx-lm would read it")
-    # transformers too: not before the files are checked
+    # This imports transformers too, so it waits until the files are checked.
     from mlx_lm.utils import load_model
 
     module, _ = load_model(folder, model_config=config)

@@ -313,7 +313,7 @@ def test_destinations_in_use(make_source: Make, tmp_path: Path) -> None:
     file.write_text("mine")
     (full / "mine").mkdir(parents=True)
     link.symlink_to(tmp_path / "nowhere")
-    taken = "is there already; expected a new folder's path or an empty folder"
+    taken = "exists already; expected a new folder's path or an empty folder"
     cases = [(str(dest), taken) for dest in (file, full, link, source)]
     cases += [
         (str(tmp_path / "no" / "such" / "dest"), r"no/such: no such folder; expected one to put dest into")

@@ -71,7 +71,7 @@ def test_a_folder_it_did_not_make_stays(tmp_path: Path) -> None:
 )
 def test_what_appears_meanwhile_stays(tmp_path: Path, make: Callable[[Path], None]) -> None:
     dest = tmp_path / "dest"
-    with pytest.raises(ConvertError, match="is there already; it appeared"), appearing(dest):
+    with pytest.raises(ConvertError, match="exists already; it appeared"), appearing(dest):
         make(dest)
     assert _names(tmp_path) == ["dest"]
     assert dest.is_symlink() or dest.is_file() or _names(dest) == ["mine"]

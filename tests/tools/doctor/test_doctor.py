@@ -41,7 +41,7 @@ def test_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(path["reason"] for path in found["paths"])
     if mx.default_device().type == mx.cpu:
         assert found["kernels"] == []
-        assert [text for text in found["unchecked"] if "it has not run here" in text and "host" in text]
+        assert [text for text in found["unchecked"] if "was not run" in text and "host" in text]
         assert {path["path"] for path in found["paths"]} == {"unfused"}
         assert "no GPU" in found["paths"][0]["reason"]
         assert min(found["memory_speed"].values()) > 0.01
@@ -197,7 +197,7 @@ FAST, SLOW, WRONG = _result(1, 2), _result(3, 2), _result(1, 2, "off by 1")
     [
         ([], "cpu", "OpenBLAS, scipy_openblas32 1", {}, []),
         ([FAST, FAST, SLOW], "gpu", "mlx: not installed", {}, []),
-        ([FAST, SLOW, SLOW], "gpu", "", {}, ["set KVANT_KERNELS=unfused, or give --kernels"]),
+        ([FAST, SLOW, SLOW], "gpu", "", {}, ["set KVANT_KERNELS=unfused, or pass --kernels"]),
         ([WRONG], "gpu", "", {}, ["by default kvant uses the unfused operator; report"]),
         ([WRONG], "gpu", "", {"KVANT_KERNELS": "fused"}, ["unset KVANT_KERNELS; by default"]),
         (

@@ -95,7 +95,7 @@ REFUSED: list[tuple[Change, str]] = [
     (_key(Keys.LLM.BLOCK_COUNT, 2), r"tensor blk.1.attn_q.weight is missing"),
     (_without(Keys.LLM.EMBEDDING_LENGTH), r"llama.embedding_length is missing"),
     (_without(Keys.Attention.LAYERNORM_RMS_EPS), r"layer_norm_rms_epsilon is missing"),
-    (_without(Keys.Tokenizer.LIST), r"tokenizer.ggml.tokens is no list of texts"),
+    (_without(Keys.Tokenizer.LIST), r"tokenizer.ggml.tokens is not a list of texts"),
     (_drop("token_embd.weight"), r"tensor token_embd.weight is missing"),
     (_drop("blk.0.ffn_up.weight"), r"tensor blk.0.ffn_up.weight is missing"),
     (_tensor("blk.0.ffn_up.weight", "Q8_0", 64, 32), r"ffn_up.weight is \(64, 32\); expected \(64, 64\)"),
@@ -103,13 +103,16 @@ REFUSED: list[tuple[Change, str]] = [
     (_tensor("blk.0.attn_norm.weight", "Q8_0", 64), r"attn_norm.weight is Q8_0; expected floats"),
     (
         _tensor("blk.0.attn_sinks.weight", "F32", 2),
-        r"tensor 'blk.0.attn_sinks.weight' is none of a llama model's",
+        r"tensor 'blk.0.attn_sinks.weight' does not belong to a llama model",
     ),
     (
         _tensor("rope_freqs.weight", "F32", 16),
-        r"rope_freqs.weight is no scaling of Llama 3's that kvant knows",
+        r"rope_freqs.weight matches no known scaling of Llama 3",
     ),
-    (_tensor("rope_freqs.weight", "F32", 8), r"rope_freqs.weight is F32 \(8,\); expected a float32 a pair"),
+    (
+        _tensor("rope_freqs.weight", "F32", 8),
+        r"rope_freqs.weight is F32 \(8,\); expected one float32 per pair",
+    ),
     (_tensor("rope_freqs.weight", "F16", 16), r"rope_freqs.weight is F16"),
     (_bad_scale, r"tensor blk.0.attn_q.weight has a scale that is not a finite float16"),
     (_tensor("blk.0.ffn_up.weight", "TQ1_0", 64, 256), r"is of type TQ1_0; expected F32, F16, Q4_0"),
@@ -306,7 +309,7 @@ def test_a_destination_in_use_stays(tmp_path: Path, there: str) -> None:
         (dest / "mine").touch()
     else:
         dest.symlink_to("nowhere")
-    with one_line(ConvertError, "is there already; expected a new folder"):
+    with one_line(ConvertError, "exists already; expected a new folder"):
         import_gguf(path, dest)
     assert sorted(os.listdir(tmp_path)) == ["file.gguf", "folder"]
 

@@ -55,7 +55,7 @@ def test_its_usual_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     "text", ["", "a b", "../../etc/passwd", "..", "a/../b:c", "a:b:c:d", "/tiny", "tiny:", "a\0b"]
 )
 def test_what_is_no_name(models: Path, text: str) -> None:
-    with one_line(WeightsError, r"is no name of Ollama's; expected NAME\[:TAG\]"):
+    with one_line(WeightsError, r"is not an Ollama name; expected NAME\[:TAG\]"):
         find_ollama(text)
 
 
@@ -64,14 +64,17 @@ def test_what_is_no_name(models: Path, text: str) -> None:
     [
         ("", r"not JSON"),
         ("[]", r"a JSON list; expected an object"),
-        ("{}", r"layers is no list of objects"),
-        ({"layers": [1]}, r"layers is no list of objects"),
+        ("{}", r"layers is not a list of objects"),
+        ({"layers": [1]}, r"layers is not a list of objects"),
         ({"layers": [TEMPLATE]}, r"0 layers with a model; expected one"),
         ({"layers": [MODEL, MODEL]}, r"2 layers with a model; expected one"),
-        ({"layers": [MODEL, ADAPTER]}, r"has an adapter beside the model"),
-        ({"layers": [{**MODEL, "digest": "sha256:../../../etc/passwd"}]}, r"is no digest; expected sha256"),
-        ({"layers": [{**MODEL, "digest": None}]}, r"'None' is no digest"),
-        ({"layers": [{**MODEL, "digest": f"sha256:{DIGEST}\n"}]}, r"is no digest"),
+        ({"layers": [MODEL, ADAPTER]}, r"has an adapter"),
+        (
+            {"layers": [{**MODEL, "digest": "sha256:../../../etc/passwd"}]},
+            r"is not a digest; expected sha256",
+        ),
+        ({"layers": [{**MODEL, "digest": None}]}, r"'None' is not a digest"),
+        ({"layers": [{**MODEL, "digest": f"sha256:{DIGEST}\n"}]}, r"is not a digest"),
         (" " * 2**21, r"2097152 bytes; expected at most"),
     ],
 )

@@ -135,8 +135,8 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     for changed, said in (
         (b"", "not a file of llama-perplexity"),
         (b"x" + data[1:], "not a file of llama-perplexity"),
-        (data[:-1], "not whole"),
-        (data + b"\0", "not whole"),
+        (data[:-1], "incomplete"),
+        (data + b"\0", "incomplete"),
         (data[:20] + struct.pack("<i", 5000) + data[24:], "not in the vocabulary"),
         (data[:20] + struct.pack("<i", -1) + data[24:], "not in the vocabulary"),
     ):

@@ -1,7 +1,7 @@
-"""Each engine with the same methods: load a model, then give greedy tokens one by one.
+"""Adapt the engines to one interface: load a model, then generate greedy tokens one by one.
 
-mlx-lm queues the step after a token before it hands the token over, the last one included. kvant is made to
-compute that step too, so that all engines do the same work.
+mlx-lm queues the step after each token, including the last one, before it returns the token. kvant is made to
+compute that step too, so that all engines do the same amount of work.
 """
 
 from collections.abc import Generator, Sequence
@@ -42,15 +42,15 @@ class Kvant:
     """kvant's decoder, or mlx-lm's model, with kvant's preallocated cache."""
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
-        """Load the model; a KvantError for a folder that cannot be loaded."""
+        """Load the model; raise a KvantError if the folder cannot be loaded."""
         identity = None if spec.kv_format in (None, PMX) else identify(folder)
         self._model = load_model(folder)
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
         drafting = 0 if self._draft_model is None else self._draft_model.nbytes
-        self.dtype = str(self._model.dtype).removeprefix("mlx.core.")  # of activations
-        # in all, and those a step reads
+        self.dtype = str(self._model.dtype).removeprefix("mlx.core.")  # the activations' dtype
+        # of all weights, and of those that a step reads
         self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read
-        self.drafts: DraftCounts | None = None  # of the last run; None: there are none
+        self.drafts: DraftCounts | None = None  # of the last run; None without drafts
         self._spec, self._prefill_step_size = spec, prefill_step_size
         if spec.kv_format in (None, PMX):
             self._cache_options = CacheOptions.from_keywords(
@@ -65,10 +65,8 @@ class Kvant:
         self._cache: ModelCache | None = None
 
     def tokens(self, prompt: Sequence[int], max_tokens: int, *, lookahead: int = 1) -> Tokens:
-        """Give greedy tokens, with a cache made when the first is asked for; ``lookahead`` steps more are
-        queued.
-        """
-        self._cache = None  # frees the last run's before the next is reserved
+        """Generate greedy tokens with a new cache, and queue ``lookahead`` further steps."""
+        self._cache = None  # free the last run's cache before the next is reserved
         cache = self._cache = self._model.reserve_cache(len(prompt) + max_tokens, self._cache_options)
         drafts: Drafts | ModelDrafts | None
         if self._draft_model is None:
@@ -83,7 +81,7 @@ class Kvant:
             yield _token(new)
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
-        """Give greedy tokens with the numbers of their prompts: through a pool, or one by one."""
+        """Generate greedy tokens with the numbers of their prompts, in a pool or one prompt after another."""
         if self._spec.one_by_one:
             for number, prompt in enumerate(prompts):
                 for token in self.tokens(prompt, max_tokens, lookahead=0):
@@ -98,38 +96,38 @@ class Kvant:
             yield numbers[new.request], _token(new)
 
     def cache_size(self) -> tuple[int, int]:
-        """Bytes of the last run's cache, and the tokens it has room for."""
-        mx.synchronize()  # the device has finished
-        assert self._cache is not None  # a run was made
+        """Return the bytes of the last run's cache, and the tokens it has room for."""
+        mx.synchronize()  # wait for the device
+        assert self._cache is not None  # tokens() was called
         return self._cache.nbytes, self._cache.max_seq_len or 0
 
 
 class MLXLM:
-    """mlx-lm's model, caches and generation step; with a dtype, its weights cast to that."""
+    """mlx-lm's model, caches and generation step; a dtype casts its weights."""
 
     drafts = None
 
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
-        """Load the model; a KvantError for a folder that cannot be loaded, or mlx-lm's own."""
+        """Load the model; raise a KvantError if the folder cannot be loaded, or mlx-lm's own error."""
         from kvant.bridge.folder import main_dtype
         from kvant.bridge.model import bytes_read, parameters
 
         dtype = None if spec.dtype is None else getattr(mx, spec.dtype)
         self._model, experts_used = load_mlx_lm(folder, dtype)
         self.dtype = str(main_dtype(self._model)).removeprefix("mlx.core.")  # of most floating-point weights
-        held = sum(array.nbytes for array in parameters(self._model).values())
-        self.weight_bytes = held, bytes_read(self._model, experts_used)
+        nbytes = sum(array.nbytes for array in parameters(self._model).values())
+        self.weight_bytes = nbytes, bytes_read(self._model, experts_used)
         self._spec, self._prefill_step_size = spec, prefill_step_size
         self._cache: list[Any] = []
-        self._fed = 0  # tokens, in the last run
+        self._fed = 0  # tokens fed in the last run
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> Tokens:
-        """Run mlx-lm's own loop, with the memory limit that its stream_generate sets on a Mac."""
+        """Run mlx-lm's generation loop, with the memory limit that its stream_generate sets on a Mac."""
         from mlx_lm.generate import generate_step, generation_stream, wired_limit
         from mlx_lm.models.cache import make_prompt_cache
 
         self._cache, self._fed = [], len(prompt) + max_tokens
-        # quantized layers replace their own in this list
+        # generate_step replaces layers with quantized ones in this list
         cache = self._cache = make_prompt_cache(self._model)
         options: dict[str, Any] = {"prefill_step_size": self._prefill_step_size, "quantized_kv_start": 0}
         if self._spec.kv_bits:
@@ -143,7 +141,7 @@ class MLXLM:
                 yield token
 
     def streams(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> StreamTokens:
-        """Give greedy tokens with the numbers of their prompts, by mlx-lm's BatchGenerator."""
+        """Generate greedy tokens with the numbers of their prompts, with mlx-lm's BatchGenerator."""
         from mlx_lm.generate import BatchGenerator
 
         sizes = {"completion_batch_size": len(prompts), "prefill_step_size": self._prefill_step_size}
@@ -156,9 +154,7 @@ class MLXLM:
                     yield numbers[response.uid], response.token
 
     def cache_size(self) -> tuple[int, int]:
-        """Bytes and room of the buffers, which grow 256 tokens at a time if they are no window's or
-        state's.
-        """
+        """Return the bytes of the cache, and the tokens it has room for: a buffer grows by 256 tokens."""
         from mlx_lm.generate import generation_stream
         from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
@@ -166,6 +162,6 @@ class MLXLM:
         room = self._fed
         if all(isinstance(layer, KVCache | QuantizedKVCache) for layer in self._cache):
             keys = self._cache[0].keys
-            # quantized values, scales, biases
+            # a quantized cache is a tuple of values, scales, biases
             room = (keys if isinstance(keys, mx.array) else keys[0]).shape[2]
         return sum(layer.nbytes for layer in self._cache), room

@@ -1,19 +1,19 @@
-"""The device's copy bandwidth, which the bytes a decode step reads a second are compared with."""
+"""Measure the device's copy bandwidth, to compare with the rate at which decode steps read memory."""
 
 import mlx.core as mx
 
 from kvant.tools.bench.runner import Worker
 from kvant.tools.statistics import median_ms
 
-COPY_BYTES = 256 * 1024 * 1024  # far above any last-level cache; of two arrays this size
+COPY_BYTES = 256 * 1024 * 1024  # the size of each of two arrays, far above any last-level cache
 REPEATS = 7
 
 
 def copy_bandwidth_gb_s(size: int = COPY_BYTES) -> float:
-    """1e9 bytes read and written a second by MLX, copying ``size`` bytes.
+    """Return how many 1e9 bytes MLX reads and writes per second when it copies ``size`` bytes.
 
-    A slice is written in place. Memory that is new would be timed with its allocation (a seventh of the speed
-    on a CPU). On a CPU MLX copies with one thread, as it decodes.
+    A slice is written in place: a new array would be timed with its allocation (a seventh of the speed on a
+    CPU). On a CPU MLX copies with one thread, as it decodes.
     """
     row = 64 * 1024
     rows = size // row
@@ -21,7 +21,7 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES) -> float:
     mx.eval(source, target)
 
     def copy() -> None:
-        target[1:] = source[1:]  # all but one row: a whole array would not be copied but renamed
+        target[1:] = source[1:]  # all but one row: assigning a whole array would not copy it
         mx.eval(target)
         mx.synchronize()
 
@@ -29,6 +29,6 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES) -> float:
 
 
 def measure_bandwidth() -> float:
-    """:func:`copy_bandwidth_gb_s` in a process of its own, which takes its memory with it."""
+    """Call :func:`copy_bandwidth_gb_s` in a separate process, so that its memory is freed."""
     with Worker("copy bandwidth", {}) as worker:
         return float(worker.ask(command="bandwidth")["gb_s"])

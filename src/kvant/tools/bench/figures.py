@@ -1,4 +1,4 @@
-"""The figures of a recording: every engine in every case."""
+"""Compute the figures of a recording: one row for every engine in every case."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,52 +15,52 @@ Runs = Mapping[int, Run]  # by round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One engine's figures in one case; None: not known. A ratio is of the same round; below 1 is faster.
+    """One engine's figures in one case; None if unknown. A ratio pairs equal rounds; below 1 is faster.
 
-    The tokens of a step with drafts come at once. So an engine that drafts has no percentiles and no bytes,
-    and beside it every engine's time a token is the mean, not the median.
+    With drafts, the tokens of a step arrive together. So an engine with drafts has no percentiles and no
+    bytes read, and for every engine in its recording the time per token is the mean, not the median.
     """
 
     engine: str  # the label
     context: int  # tokens of the longest prompt
     streams: int | None  # requests that came at once; None: they came one after another
-    runs: int  # that the figures are of
+    runs: int  # number of runs
     first_token_ms: float  # median over requests and runs
     # the context divided by the first token's time, median over runs
     prefill_tokens_per_s: float | None = None
-    latency_p50_ms: float | None = None  # between two tokens of a request, over all of them
+    latency_p50_ms: float | None = None  # between two tokens of a request, over all runs
     latency_p95_ms: float | None = None
     latency_p99_ms: float | None = None
     tokens_per_s: float | None = None  # one divided by a run's mean time between tokens, median over runs
-    # of all streams, from the requests' coming to the last token, median
+    # over all streams, from the arrival of the requests to the last token, median
     total_tokens_per_s: float | None = None
-    # processor time, the prompts' included, divided by all tokens, median
+    # processor time, including the prompts', divided by all tokens, median
     cpu_ms_per_token: float | None = None
-    peak_memory_bytes: int | None = None  # the largest of the runs
+    peak_memory_bytes: int | None = None  # the largest of all runs
     cache_bytes: int | None = None
     # weights and cached tokens that one decode step reads, on average
     bytes_read_per_token: float | None = None
-    achieved_gb_per_s: float | None = None  # that divided by the median latency, in 1e9 bytes
-    copy_bandwidth_share: float | None = None  # that divided by the device's copy bandwidth
-    # the tokens after the first divided by the steps for them, over all runs
+    achieved_gb_per_s: float | None = None  # bytes_read_per_token divided by the median latency
+    copy_bandwidth_share: float | None = None  # achieved_gb_per_s divided by the device's copy bandwidth
+    # tokens after the first divided by the steps that made them, over all runs
     tokens_per_step: float | None = None
-    draft_acceptance: float | None = None  # the share of the drafted tokens that are in the text
+    draft_acceptance: float | None = None  # the share of drafted tokens that were accepted
     drafts_off: int | None = None  # runs in which drafts did not pay and were switched off
     ratio: Spread | None = None  # a token's time divided by the baseline's
     first_token_ratio: Spread | None = None
-    total_ratio: Spread | None = None  # of streams, the whole time divided by the baseline's
+    total_ratio: Spread | None = None  # the total time of all streams divided by the baseline's
     cpu_ratio: Spread | None = None  # the processor time divided by the baseline's
     plain_ratio: Spread | None = None  # divided by the same engine's without drafts, or one by one
     plain_cpu_ratio: Spread | None = None
 
 
 def gaps_ms(run: Run) -> list[float]:
-    """The times between two tokens of a request, of all requests."""
+    """Return the times between two tokens of a request, for all requests."""
     return [after - before for times in run.arrivals_ms for before, after in pairwise(times)]
 
 
 def summarize(recording: Recording) -> list[Summary]:
-    """The figures in the order of cases, and then of engines."""
+    """Return the figures ordered by case, then by engine."""
     cases: dict[tuple[int, ...], dict[str, dict[int, Run]]] = {}
     for run in recording.runs:
         cases.setdefault(run.prompt_tokens, {}).setdefault(run.engine, {})[run.run] = run
@@ -114,7 +114,7 @@ def _bytes_read(runs: Runs, recording: Recording, label: str) -> dict[str, float
     middle = _middle(gap for run in runs.values() for gap in gaps_ms(run))
     if weights is None or per_cached is None or not middle:
         return {}
-    # The step that makes the token of position p attends to p cached tokens.
+    # The step that makes the token at position p attends to p cached tokens.
     read = weights + per_cached * fmean(r.prompt_tokens[0] + len(r.arrivals_ms[0]) / 2 for r in runs.values())
     achieved = read / middle / 1e6
     share = achieved / recording.header.copy_bandwidth_gb_s
@@ -136,8 +136,8 @@ def _drafts(runs: Runs) -> dict[str, float | None]:
 
 
 def _ratio(runs: Runs, others: Runs, figure: Callable[[Run], float | None]) -> Spread | None:
-    own, other = ({n: ms for n, run in each.items() if (ms := figure(run))} for each in (runs, others))
-    return paired_ratio(own, other)
+    ours, theirs = ({n: ms for n, run in each.items() if (ms := figure(run))} for each in (runs, others))
+    return paired_ratio(ours, theirs)
 
 
 def _mean_ms(run: Run) -> float | None:
@@ -157,6 +157,6 @@ def _cpu_ms(run: Run) -> float | None:
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known."""
+    """Return the median of the known values."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

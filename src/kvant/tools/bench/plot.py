@@ -1,4 +1,4 @@
-"""A recording drawn: latency against position, or speed against the number of streams."""
+"""Plot a recording: latency against position, or speed against the number of streams."""
 
 import math
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from kvant.tools.bench.recording import Recording, Run
 from kvant.tools.drawing import COLORS, drawing, plain
 from kvant.tools.statistics import percentile
 
-POINTS = 80  # of a line; with more positions, neighbors are put together
-RUNS_FOR_QUARTILES = 4  # with fewer, the band is from the lowest to the highest
-LOG_RATIO = 8.0  # of the slowest line to the fastest, from which the latency axis is logarithmic
+POINTS = 80  # per line; with more positions, neighbors are merged
+RUNS_FOR_QUARTILES = 4  # with fewer runs, the band shows the whole range
+LOG_RATIO = 8.0  # if the slowest line is more than this times the fastest, the latency axis is logarithmic
 
 
 def plot(recording: Recording, path: Path) -> None:
-    """Draw the runs into a .png or .svg; a KvantError if none has a second token."""
+    """Draw the runs into a .png or .svg; raise a KvantError if no run has a second token."""
     if not any(gaps_ms(run) for run in recording.runs):
         raise KvantError("there is nothing to draw: no completed run has a second token")
     if recording.runs[0].together:
@@ -28,7 +28,7 @@ def plot(recording: Recording, path: Path) -> None:
 
 
 def _plot_positions(recording: Recording, path: Path) -> None:
-    """Draw the median over runs at each position, in a band; a panel a context."""
+    """Draw the median over runs at each position, within a band; one panel per context."""
     from matplotlib.ticker import MaxNLocator
 
     cases: dict[int, dict[str, list[Run]]] = {}  # by context, by engine
@@ -48,7 +48,8 @@ def _plot_positions(recording: Recording, path: Path) -> None:
                     continue
                 places, middle, low, high = _curve(cases[context][label], min(counts) >= RUNS_FOR_QUARTILES)
                 medians.append(median(middle))
-                color, dashes = COLORS[number % len(COLORS)], "-" if number < len(COLORS) else "--"
+                color = COLORS[number % len(COLORS)]
+                dashes = "-" if number < len(COLORS) else "--"
                 axes.fill_between(places, low, high, color=color, alpha=0.18, linewidth=0)
                 (lines[label],) = axes.plot(places, middle, dashes, color=color, linewidth=1.6)
             axes.set_xlabel(f"position, tokens (prompt of {context:,})")
@@ -63,7 +64,7 @@ def _plot_positions(recording: Recording, path: Path) -> None:
 
 
 def _plot_streams(recording: Recording, path: Path) -> None:
-    """Draw tokens a second in all, and the time between tokens, against the number of streams."""
+    """Draw total tokens per second, and the time between tokens, against the number of streams."""
     summaries = summarize(recording)
     counts = sorted({summary.streams or 0 for summary in summaries})
     rounds = min(s.runs for s in summaries)
@@ -72,14 +73,14 @@ def _plot_streams(recording: Recording, path: Path) -> None:
         speed, between = figure.subplots(1, 2)
         lines: dict[str, Any] = {}
         for number, label in enumerate(recording.engines):
-            own = [summary for summary in summaries if summary.engine == label]
+            rows = [summary for summary in summaries if summary.engine == label]
             color = COLORS[number % len(COLORS)]
             for axes, name, style in (
                 (between, "latency_p50_ms", "o-"),
                 (between, "latency_p99_ms", ":"),
                 (speed, "total_tokens_per_s", "o-"),
             ):
-                points = [(s.streams, value) for s in own if (value := getattr(s, name)) is not None]
+                points = [(s.streams, value) for s in rows if (value := getattr(s, name)) is not None]
                 (lines[label],) = axes.plot(*zip(*points, strict=True), style, color=color, markersize=4)
         for axes, label in (
             (speed, "tokens a second, all streams"),
@@ -117,17 +118,15 @@ def _legend(figure: Any, recording: Recording, lines: dict[str, Any]) -> None:
 
 
 def _width(runs: Sequence[Run]) -> int:
-    """Positions that are put together; odd, for the median of an even number lets a single slow token
-    through.
-    """
+    """Return how many positions to merge; an odd number, since medians of even counts pass an outlier on."""
     width = math.ceil(max(len(run.arrivals_ms[0]) - 1 for run in runs) / POINTS)
     return width + (width % 2 == 0)
 
 
 def _curve(runs: Sequence[Run], quartiles: bool) -> tuple[Sequence[float], ...]:
-    """Places on the axis, and there the median over runs and the band's low and high."""
+    """Return positions on the axis, and for each the median over runs and the band's low and high."""
     width, context = _width(runs), runs[0].prompt_tokens[0]
-    bins: dict[int, list[float]] = {}  # each run's median of the positions that are put together
+    bins: dict[int, list[float]] = {}  # each run's median of the merged positions
     for run in runs:
         gaps = gaps_ms(run)
         for number in range(math.ceil(len(gaps) / width)):

@@ -1,6 +1,4 @@
-"""Prompts drawn at random, the same for every engine; each has its own number, lest an engine remembers
-the last.
-"""
+"""Random prompts, the same for every engine. Each has a number, so that no engine can reuse the last one."""
 
 import random
 import re
@@ -10,11 +8,11 @@ from itertools import islice
 from kvant.errors import BenchError
 from kvant.text.tokenizer import Tokenizer
 
-MAX_DRAWS = 1000  # a token wanted
+MAX_DRAWS = 1000  # per requested token
 WORD = re.compile(r" [A-Za-z]+")
 
-Prompt = tuple[list[int], str | None]  # token ids, and text with these ids for a server
-Prompts = Callable[[int, int], Prompt]  # of a number of tokens, and a number of its own
+Prompt = tuple[list[int], str | None]  # token ids, and for a server text that encodes to them
+Prompts = Callable[[int, int], Prompt]  # makes a prompt from its length in tokens and its number
 
 
 def random_prompts(seed: int, vocab_size: int) -> Prompts:
@@ -25,7 +23,7 @@ def random_prompts(seed: int, vocab_size: int) -> Prompts:
 
 
 def word_prompts(seed: int, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
-    """Tokens that are a word each: a server reads their text back as the same tokens."""
+    """Return prompts of one-word tokens: a server encodes their text to the same tokens."""
 
     def draw(context: int, number: int) -> Prompt:
         source = random.Random(f"{seed} {context} {number}")
@@ -34,7 +32,7 @@ def word_prompts(seed: int, tokenizer: Tokenizer, vocab_size: int) -> Prompts:
         text = tokenizer.decode(ids)
         if len(ids) < context or tokenizer.encode(text, add_special_tokens=False) != ids:
             raise BenchError(
-                "the model's tokenizer has no tokens of a word each, to make a server's prompt of"
+                "the model's tokenizer has too few one-word tokens to make a prompt for a server"
             )
         return ids, text
 

@@ -1,4 +1,4 @@
-"""A benchmark's recording: a header, its engines and its runs, each a JSON line of the file."""
+"""A benchmark's recording: a header, engines and runs, each a JSON line of the file."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -9,9 +9,7 @@ from kvant.machine import Environment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The model, the machine, the command's arguments, and the label of the engine that others are divided
-    by.
-    """
+    """The model, the machine, the command and the label of the engine that others are compared with."""
 
     date: str  # ISO 8601, UTC
     command: str
@@ -24,7 +22,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One engine with its settings; None: not known, or it does not apply."""
+    """One engine with its settings; None if unknown or not applicable."""
 
     engine: str  # the label
     name: str
@@ -37,25 +35,25 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One engine's answer to a request, or to several that came at once; None: not known."""
+    """One engine's answer to a request, or to several that came at once; None if unknown."""
 
     engine: str  # the label
     run: int  # the round, from 0
-    prompt_tokens: tuple[int, ...]  # of each request
-    together: bool  # the engine took its way of several requests
-    arrivals_ms: list[list[float]]  # when each token of each request was ready, since the requests came
+    prompt_tokens: tuple[int, ...]  # one per request
+    together: bool  # whether the engine used its way of serving several requests
+    arrivals_ms: list[list[float]]  # for each request, when each token was ready after the start
     token_ids: list[list[int]] | None = None
-    cpu_ms: float | None = None  # of the engine's process, of all its threads
+    cpu_ms: float | None = None  # processor time of all threads of the engine's process
     peak_memory_bytes: int | None = None
     cache_bytes: int | None = None
-    cache_bytes_per_token: float | None = None  # the bytes divided by the tokens there is room for
+    cache_bytes_per_token: float | None = None  # cache_bytes divided by the tokens there is room for
     # steps, drafted and accepted tokens, and why drafts were switched off
     drafts: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class Recording:
-    """The engines and runs in the order in which they came; each is written to the file at once."""
+    """Engines and runs in the order in which they came; each is written to the file at once."""
 
     header: Header
     file: TextIO | None = None

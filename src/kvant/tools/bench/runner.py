@@ -1,4 +1,4 @@
-"""A benchmark's runs: a process for every engine; they work one at a time, in an order that alternates."""
+"""Run a benchmark: one process per engine; the processes run one at a time, in an alternating order."""
 
 import json
 import os
@@ -20,9 +20,9 @@ from kvant.tools.bench.figures import gaps_ms
 from kvant.tools.bench.prompts import Prompts
 from kvant.tools.bench.recording import Engine, Recording, Run
 
-# -P: nothing is imported from the current folder, which may be a model's.
+# -P: do not import from the current folder, which may be a model's.
 WORKER_COMMAND = [sys.executable, "-P", "-m", "kvant.tools.bench.worker"]
-WARM_UP = -1  # the round that is not recorded
+WARM_UP = -1  # the number of the round that is not recorded
 CLOSE_S = 2.0
 
 Progress = Callable[[str], None]
@@ -30,27 +30,27 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    engines: Sequence[EngineSpec]  # their labels are all different
+    engines: Sequence[EngineSpec]  # with different labels
     model: Path
     prefill_step_size: int
     contexts: Sequence[int]  # prompt tokens
     max_tokens: int  # generated for every request
-    repeats: int  # rounds
+    repeats: int  # number of rounds
     prompts: Prompts
-    streams: Sequence[int] = ()  # numbers of requests that come at once; none: one after another
+    streams: Sequence[int] = ()  # numbers of requests that come at once; empty: one after another
 
     def cases(self) -> list[tuple[int, ...]]:
-        """The prompt tokens of the requests that come at once: the contexts in turn."""
+        """Return, for each case, the prompt tokens of its requests; streams cycle through the contexts."""
         if not self.streams:
             return [(context,) for context in self.contexts]
         return [tuple(self.contexts[i % len(self.contexts)] for i in range(count)) for count in self.streams]
 
 
 class Worker:
-    """The process of one engine; it ends with the ``with``, and by itself when this process does."""
+    """The process of one engine. It ends with the ``with`` statement, and also when this process ends."""
 
     def __init__(self, label: str, environment: Mapping[str, str]) -> None:
-        """Start it; ``environment`` is added to this process's."""
+        """Start the process; ``environment`` is added to this process's."""
         self._label = label
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
         self._process = subprocess.Popen(
@@ -59,14 +59,14 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl-C is for this process, which decides
+            start_new_session=True,  # so that Ctrl-C reaches only this process, which decides
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._commands, self._answers = self._process.stdin, self._process.stdout
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer; a BenchError if it fails or ends."""
+        """Send a command and wait for its answer; raise a BenchError if it fails or the process ends."""
         try:
             self._commands.write(json.dumps(command).encode() + b"\n")
             self._commands.flush()
@@ -86,7 +86,7 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         with self._errors, self._process as process:
             try:
-                self._commands.close()  # the end of its input ends it
+                self._commands.close()  # the process ends when its input does
                 process.wait(CLOSE_S)
             except (BrokenPipeError, subprocess.TimeoutExpired):
                 pass
@@ -94,7 +94,7 @@ class Worker:
                 process.kill()
 
     def _died(self) -> BenchError:
-        """An error of its exit code and the last line it wrote."""
+        """Return an error with the exit code and the last line of output."""
         code = self._process.wait()
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._errors.seek(0)
@@ -103,14 +103,12 @@ class Worker:
 
 
 def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
-    """Run everything; the recording takes engines and runs as they come. A BenchError for an engine that
-    fails.
-    """
+    """Run everything and record engines and runs as they come; raise a BenchError if an engine fails."""
     with ExitStack() as stack:
         workers: dict[EngineSpec, Worker] = {}
         for spec in plan.engines:
             progress(f"{spec.label}: loading")
-            # mlx-lm as its users have it, unless kvant's BLAS is lent to it.
+            # mlx-lm runs as its users have it, unless it is to use kvant's BLAS.
             environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
             worker = workers[spec] = stack.enter_context(Worker(spec.label, environment))
             sizes = {"model": str(plan.model), "prefill_step_size": plan.prefill_step_size}
@@ -136,7 +134,7 @@ def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
 
 
 def _command(plan: Plan, lengths: Sequence[int], number: int) -> dict[str, Any]:
-    # Each prompt has a number of its own: no two begin alike, also of other rounds and numbers of streams.
+    # Each prompt has another number, so that no two begin alike, even in other rounds and numbers of streams.
     first = ((number + 1) * 1000 + len(lengths)) * 1000
     prompts, texts = zip(*(plan.prompts(length, first + i) for i, length in enumerate(lengths)), strict=True)
     together = bool(plan.streams)
@@ -160,7 +158,7 @@ def _speed(run: Run, max_tokens: int, drafts: bool) -> str:
         seconds = max(times[-1] for times in run.arrivals_ms) / 1e3
         return f"{sum(map(len, run.arrivals_ms)) / seconds:.1f} tokens/s in all"
     (times,), gaps = run.arrivals_ms, gaps_ms(run)
-    middle = fmean if drafts else median  # tokens of one step come at once: the median is of nothing
+    middle = fmean if drafts else median  # tokens of one step arrive together: a median means nothing
     typical = f", then {middle(gaps):.2f} ms a token" if gaps else ""
     ended = f", ended after {len(times)} tokens" if len(times) < max_tokens else ""
     return f"first token {times[0]:.1f} ms{typical}{ended}"

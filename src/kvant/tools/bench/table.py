@@ -1,4 +1,4 @@
-"""Figures as tables for a person."""
+"""Show figures as tables."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,10 +12,10 @@ from kvant.tools.bench.figures import Summary
 from kvant.tools.bench.recording import Header
 from kvant.tools.statistics import Spread
 
-# heading, attribute of a Summary, its factor, and a note for the caption
+# heading, attribute of a Summary, factor, and a note for the caption
 Column = tuple[str, str, float, str]
 BUSY = "~ The rounds disagree: the machine was busy. Measure again when it is idle, or with more --repeats."
-PAIRED = "Of the same round: median over rounds, and range. Below 1 is faster."
+PAIRED = "Compared within a round: median over rounds, and range. Below 1 is faster."
 
 TABLES: list[tuple[str, list[Column]]] = [
     (
@@ -23,11 +23,11 @@ TABLES: list[tuple[str, list[Column]]] = [
         [
             ("first\nms", "first_token_ms", 1, "First: until the first token."),
             ("prefill\ntokens/s", "prefill_tokens_per_s", 1, ""),
-            ("p50\nms", "latency_p50_ms", 1, "p50 to p99: of the tokens after it."),
+            ("p50\nms", "latency_p50_ms", 1, "p50 to p99: per token after it."),
             ("p95\nms", "latency_p95_ms", 1, ""),
             ("p99\nms", "latency_p99_ms", 1, ""),
             ("decode\ntokens/s", "tokens_per_s", 1, "Decode: without the first token."),
-            ("in all\ntokens/s", "total_tokens_per_s", 1, "In all: of all streams, prompts read included."),
+            ("in all\ntokens/s", "total_tokens_per_s", 1, "In all: over all streams, with reading prompts."),
         ],
     ),
     (
@@ -60,14 +60,14 @@ TABLES: list[tuple[str, list[Column]]] = [
                 "read\nMB/token",
                 "bytes_read_per_token",
                 1e-6,
-                "Read: the weights and the cached tokens, once a step.",
+                "Read: the weights and the cached tokens, once per step.",
             ),
-            ("read\nGB/s", "achieved_gb_per_s", 1, "GB/s: that divided by p50."),
+            ("read\nGB/s", "achieved_gb_per_s", 1, "GB/s: Read divided by p50."),
             (
                 "of copy\n%",
                 "copy_bandwidth_share",
                 100,
-                "Of copy: that divided by the device's copy bandwidth.",
+                "Of copy: GB/s divided by the device's copy bandwidth.",
             ),
         ],
     ),
@@ -75,7 +75,7 @@ TABLES: list[tuple[str, list[Column]]] = [
 
 
 def describe(header: Header) -> list[str]:
-    """Model, machine and versions: lines to print above a table."""
+    """Return lines to print above a table: model, machine and versions."""
     machine = header.machine
     versions = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in machine.versions.items())
     return [
@@ -88,7 +88,7 @@ def describe(header: Header) -> list[str]:
 
 
 def tables(summaries: Sequence[Summary]) -> Group:
-    """The figures that are known, in tables of 80 columns; a row for each summary."""
+    """Return the known figures in tables of 80 columns, one row per summary."""
     parts: list[Table | str] = []
     streams = any(summary.streams is not None for summary in summaries)
     for title, columns in TABLES:
@@ -121,10 +121,7 @@ def tables(summaries: Sequence[Summary]) -> Group:
 
 
 def _cell(value: float | Spread | None, factor: float) -> str:
-    """A number, or a spread as 0.61 (0.59-0.64); the median alone if the range is empty.
-
-    ~ marks a wide spread.
-    """
+    """Format a number, or a spread as 0.61 (0.59-0.64) with a ~ before it if it is wide."""
     if not isinstance(value, Spread):
         return _number(None if value is None else value * factor)
     if value.minimum == value.maximum:

@@ -1,17 +1,16 @@
-"""The process of one engine: ``python -m kvant.tools.bench.worker``, JSON lines in and out, one answer to
-each line.
+"""The process of one engine: ``python -m kvant.tools.bench.worker``. It answers each JSON line with another.
 
     {"command": "load", "engine": an EngineSpec's attributes, "model": folder, "prefill_step_size"}
         -> {"dtype", "weight_bytes", "weight_bytes_read"}
     {"command": "run", "prompts": token ids of each request, "texts": the same as text, or nulls,
-     "max_tokens", "together": whether the engine takes its way of several requests}
+     "max_tokens", "together": whether to use the engine's way of serving several requests}
         -> the attributes of a recording's Run from arrivals_ms on
     {"command": "bandwidth"} -> {"gb_s"}
     any failure -> {"error": message}
 
-Times are sent when the run has ended, so that nobody works while it is measured. Between runs the process
-waits for a line. It ends when its standard input does, also in the middle of a run: it never outlives its
-parent.
+Times are sent after a run has ended, so that the parent does not work during the measurement. Between runs
+the process waits for a line. It ends when its standard input does, even in the middle of a run, so it never
+outlives its parent.
 """
 
 import gc
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from kvant.tools.bench.adapters import MLXLM, Kvant
     from kvant.tools.bench.server_client import StreamingServer
 
-EVENTS_A_TOKEN = 0.9  # at least: a character of several tokens comes in one
+EVENTS_A_TOKEN = 0.9  # at least; a character made of several tokens arrives in one event
 
 Message = dict[str, Any]
 
@@ -81,7 +80,7 @@ class LocalEngine:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A ``with`` for a measured run: no garbage of the last one, and no garbage collection while it lasts."""
+    """Run the body without garbage from the previous run, and with garbage collection off."""
     import mlx.core as mx
 
     gc.collect()
@@ -95,17 +94,15 @@ def _quiet() -> Iterator[None]:
 
 
 class ServerEngine:
-    """A server that streams text; its memory is not known."""
+    """A server that streams text; its memory is unknown."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._clients: list[StreamingServer] = []  # one a request; each remembers what the server refuses
-        self.ready = dict.fromkeys(("dtype", "weight_bytes", "weight_bytes_read"))  # nothing is known
+        self._clients: list[StreamingServer] = []  # one per request; each remembers what the server refuses
+        self.ready = dict.fromkeys(("dtype", "weight_bytes", "weight_bytes_read"))  # unknown
 
     def run(self, prompts: list[list[int]], texts: list[str], max_tokens: int, together: bool) -> Message:
-        """Completions asked for at once, a thread each; shorter ones if the server cannot be told to go
-        on.
-        """
+        """Request all completions at once, with a thread each; a server may end one early."""
         from kvant.tools.bench.server_client import StreamingServer
 
         while len(self._clients) < len(texts):
@@ -122,20 +119,22 @@ class ServerEngine:
         return {"arrivals_ms": arrivals}
 
 
-def _check(client: "StreamingServer", wanted: int, events: int, max_tokens: int) -> None:
+def _check(client: "StreamingServer", prompt_tokens: int, events: int, max_tokens: int) -> None:
     read, written = (client.usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
-    if read is not None and abs(read - wanted) > 1:  # one that begins a text
-        raise BenchError(f"the server read {read} tokens; expected {wanted}: is the model another?")
+    if read is not None and abs(read - prompt_tokens) > 1:  # a beginning-of-text token may be added
+        raise BenchError(
+            f"the server read {read} tokens; expected {prompt_tokens}: does it serve another model?"
+        )
     tokens = events if written is None else written
     if not EVENTS_A_TOKEN * tokens <= events <= tokens <= max_tokens:
         raise BenchError(
-            f"the server sent {events} events for {tokens} tokens, of {max_tokens} asked for; "
-            "a token's latency can only be measured where an event is a token"
+            f"the server sent {events} events for {tokens} tokens, of {max_tokens} requested; a token's "
+            "latency can only be measured if every event is one token"
         )
 
 
 def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
-    """Answer commands for ever."""
+    """Answer commands forever."""
     engine: LocalEngine | ServerEngine
     answer: Message
     while True:
@@ -153,9 +152,7 @@ def serve(commands: "queue.SimpleQueue[Message]", channel: TextIO) -> None:
                 answer = engine.ready
             else:
                 answer = engine.run(**command)
-        except (
-            Exception
-        ) as error:  # of a model's files, another library, or a device: all are a line for the user
+        except Exception as error:  # model files, libraries and devices raise anything; report one line
             answer = {"error": one_line(error)}
         print(json.dumps(answer), file=channel, flush=True)
 
@@ -169,21 +166,21 @@ def _load(spec: EngineSpec, folder: Path, prefill_step_size: int) -> LocalEngine
 
 
 def _claim_stdout() -> TextIO:
-    """Standard output for answers alone; text that libraries print goes to standard error."""
+    """Return standard output for answers only; redirect what libraries print to standard error."""
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return channel
 
 
 def _read_commands(stream: BinaryIO, commands: "queue.SimpleQueue[Message]") -> None:
-    """Pass commands on; at the end of the stream end the process, whatever it is doing."""
+    """Pass commands on; end the process at the end of the stream, whatever it is doing."""
     for line in stream:
         commands.put(json.loads(line))
     os._exit(0)
 
 
 def main() -> None:
-    """Serve standard input; the engine has the main thread, which mlx-lm needs."""
+    """Serve standard input; the engine runs on the main thread, which mlx-lm needs."""
     channel = _claim_stdout()
     commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(sys.stdin.buffer, commands), daemon=True).start()

@@ -1,8 +1,8 @@
-"""A model folder to another one with quantized or recast weights, by mlx-lm's converter.
+"""Convert a model folder to quantized or recast weights with mlx-lm's converter.
 
-kvant uses mlx-lm's model classes, quantizer and writer. It does not use mlx-lm's ``convert``, which reads
-every model*.safetensors it finds, drops an output head if config.json leaves tie_word_embeddings out, writes
-the tokenizer's files anew and copies the folder's Python files.
+kvant uses mlx-lm's model classes, quantizer and writer, but not its ``convert``, which reads every
+model*.safetensors, drops an output head if config.json has no tie_word_embeddings, rewrites the tokenizer's
+files and copies the folder's Python files.
 """
 
 import importlib
@@ -29,15 +29,15 @@ from kvant.text.tokenizer import load_tokenizer
 from kvant.tools.convert.new_folder import appearing, carried_files, check_new, check_space
 from kvant.tools.convert.weight_format import DTYPES, WeightFormat
 
-Shapes = Mapping[str, tuple[int, ...]]  # by a tensor's name
+Shapes = Mapping[str, tuple[int, ...]]  # by tensor name
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    source_bytes: int  # of the source's tensors
-    bytes: int  # of the new ones
-    bits_per_weight: float  # their mean, with scales and all that stays in floating point
-    # paths of matrices that stay in floating point: groups do not divide their width
+    source_bytes: int  # bytes of the source's tensors
+    bytes: int  # bytes of the new tensors
+    bits_per_weight: float  # average, including scales and floating-point tensors
+    # paths of matrices that stay in floating point because the group size does not divide their width
     unquantized: tuple[str, ...]
 
 
@@ -46,25 +46,23 @@ def convert_folder(
 ) -> Conversion:
     """Convert a model folder with floating-point weights.
 
-    The new folder is written under another name beside ``dest`` and renamed at the end. It appears whole or
-    not at all. Nothing in ``source`` is executed. ``progress`` is called with (tensors checked, in all)
-    before anything is written.
+    The new folder is written under a temporary name next to ``dest`` and renamed at the end, so it appears
+    complete or not at all. Nothing in ``source`` is executed. ``progress`` is called with (tensors checked,
+    tensors in all) before anything is written.
     """
     dest = check_new(dest)
     raw = read_json(source / "config.json")
     ModelConfig.from_folder(source)
-    load_tokenizer(source)  # a folder that could not be used afterwards is refused now
+    load_tokenizer(source)  # refuse a folder that could not be used afterwards
     config, tensors = open_folder(source)
     expected = _checked(config, tensors, to, progress or (lambda done, total: None))
-    # transformers too: not before the checks
+    # This imports transformers too, so it waits until the checks are done.
     from mlx_lm.utils import compute_bits_per_weight, save_config, save_model
 
     model, settings, source_bytes = _build(source, raw, config, to, expected)
     arrays = dict(tree_flatten(model.parameters()))
-    names, quantized = (
-        set(arrays),
-        {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")},
-    )
+    names = set(arrays)
+    quantized = {name.removesuffix(".scales") for name in arrays if name.endswith(".scales")}
     if to.bits and not quantized:
         raise ConvertError(
             f"groups of {to.group_size} divide the width of no matrix; nothing would be quantized"
@@ -74,11 +72,11 @@ def convert_folder(
     ]
     size = sum(array.nbytes for array in arrays.values())
     result = Conversion(source_bytes, size, float(compute_bits_per_weight(model)), tuple(floats))
-    arrays.clear()  # the writer lets go of each shard's as it is written
+    arrays.clear()  # so that the writer can free each shard after writing it
     carried = carried_files(source)
     check_space(dest.parent, size + sum(path.stat().st_size for path in carried))
     with appearing(dest) as folder:
-        # In shards of 5 GB with an index: computed here, one shard at a time.
+        # save_model computes and writes one shard of 5 GB at a time.
         save_model(folder, model, donate_model=True)
         save_config(settings, folder / "config.json")
         for path in carried:
@@ -86,15 +84,14 @@ def convert_folder(
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)
         if TensorFiles(folder).names != names:
-            raise ConvertError(f"{dest}: what was written does not hold every tensor")
+            raise ConvertError(f"{dest}: the written folder lacks some tensors")
     return result
 
 
 def _checked(config: ModelConfig, tensors: TensorFiles, to: WeightFormat, progress: Progress) -> Shapes:
-    """Every tensor to convert: all of the model's, and there are no others.
+    """Return the shapes of all tensors to convert, after checking that the model has these and no others.
 
-    Weights that are not finite, as stored or in the new dtype, are refused: quantized, they would look like
-    any others.
+    Refuse weights that are not finite, as stored or in the new dtype: after quantization nobody would notice.
     """
     if config.quantization or any(name.endswith(".scales") for name in tensors.names):
         raise ConvertError(
@@ -114,8 +111,8 @@ def _checked(config: ModelConfig, tensors: TensorFiles, to: WeightFormat, progre
 
 
 def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[str, Any]:
-    """config.json with every key for which readers, mlx-lm among them, have different defaults."""
-    # Dynamic positions are made from the original context, not from the limit that they reach.
+    """Return config.json with every key for which readers such as mlx-lm have different defaults."""
+    # Dynamic rope is computed from the original context, not from the extended limit.
     positions = (
         config.rope.original_context if config.rope.kind == "dynamic" else config.max_position_embeddings
     )
@@ -125,11 +122,11 @@ def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[s
         "num_key_value_heads": config.num_key_value_heads,
         "rms_norm_eps": config.rms_norm_eps,
     }
-    if config.experts is not None:  # transformers 5 writes num_local_experts
+    if config.experts is not None:  # transformers 5 names the key num_local_experts
         understood |= config.experts.as_config()
     missing = {key: value for key, value in understood.items() if raw.get(key) is None and value is not None}
-    # mlx-lm's qwen2 and llama don't look into rope_parameters (0.32.2), where transformers 5 puts all of
-    # this.
+    # transformers 5 writes all of this to rope_parameters, which mlx-lm's qwen2 and llama do not read
+    # (0.32.2).
     if raw.get("rope_parameters"):
         missing["rope_scaling"] = raw["rope_parameters"]
     return {**raw, **missing, "rope_theta": config.rope.theta, "tie_word_embeddings": tied}
@@ -138,7 +135,7 @@ def _explicit(raw: Mapping[str, Any], config: ModelConfig, tied: bool) -> dict[s
 def _build(
     source: Path, raw: Mapping[str, Any], config: ModelConfig, to: WeightFormat, expected: Shapes
 ) -> tuple[Any, dict[str, Any], int]:
-    """mlx-lm's model with the weights to store, not computed yet; its config.json; the source's bytes."""
+    """Return mlx-lm's model with lazy weights, its config.json, and the source's size in bytes."""
     from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 
     (config, tensors), share = open_folder(source), everything(config).share
@@ -161,7 +158,7 @@ def _build(
         model.set_dtype(DTYPES[to.dtype])
         settings["dtype" if "dtype" in settings else "torch_dtype"] = to.dtype
     if to.bits:
-        with redirect_stdout(io.StringIO()):  # it prints
+        with redirect_stdout(io.StringIO()):  # mlx-lm prints
             model, settings = quantize_model(
                 model, settings, to.group_size, to.bits, mode=to.mode, quant_predicate=_predicate(model)
             )
@@ -169,14 +166,12 @@ def _build(
 
 
 def _predicate(model: Any) -> Callable[[str, Any], bool | dict[str, Any]]:
-    """mlx-lm's own choice for each module, but for one whose width its own group size does not divide: it
-    stays.
-    """
+    """Return mlx-lm's choice for each module, or False if its group does not divide the module's width."""
     chosen = getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
     def predicate(path: str, module: Any) -> bool | dict[str, Any]:
-        found: bool | dict[str, Any] = chosen(path, module)
-        left = isinstance(found, dict) and module.weight.shape[-1] % found["group_size"]
-        return False if left else found
+        choice: bool | dict[str, Any] = chosen(path, module)
+        unfit = isinstance(choice, dict) and module.weight.shape[-1] % choice["group_size"]
+        return False if unfit else choice
 
     return predicate

@@ -1,4 +1,4 @@
-"""The formats a model's weights can be converted to."""
+"""The formats to which a model's weights can be converted."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ MODES = ("affine", *FLOAT_MODES)
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    bits: int  # of a quantized matrix's weight; 0: matrices stay in floating point
-    group_size: int  # weights that share a scale; 0 with 0 bits
-    mode: str = "affine"  # of MLX's quantization
-    dtype: str | None = None  # of all that stays in floating point, scales included; None: as it is stored
+    bits: int  # bits of a quantized matrix's weight; 0: matrices stay in floating point
+    group_size: int  # weights that share a scale; 0 if bits is 0
+    mode: str = "affine"  # MLX's quantization mode
+    dtype: str | None = None  # of scales and everything in floating point; None: as stored
 
     @classmethod
     def choose(
@@ -26,7 +26,7 @@ class WeightFormat:
         mode: str = "affine",
         dtype: str | None = None,
     ) -> "WeightFormat":
-        """The format. None is filled in: affine 4 bits in groups of 64, or the values that the mode fixes."""
+        """Check a format and fill in defaults: affine 4 bits in groups of 64, or what the mode prescribes."""
         if mode not in MODES:
             raise ArgumentError("mode", f"is {mode!r}; expected {', '.join(MODES)}")
         if dtype is not None and dtype not in DTYPES:

@@ -1,4 +1,4 @@
-"""One token's attention in one layer: kvant's, and MLX's over keys and values that are not quantized."""
+"""Attention of one token in one layer: kvant's, and MLX's over unquantized keys and values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ Step = Callable[[mx.array], mx.array]  # a query (1, H, 1, D) to its attention
 
 
 def kvant_step(heads: Heads, tokens: int, dtype: mx.Dtype, *, bits: int, backend: Backend | None) -> Step:
-    """A token is quantized and appended to a cache of zeros, and attends to it; ``backend`` None: unfused."""
+    """Make a step that quantizes a token into a cache of zeros and attends to it; no backend: unfused."""
     _, K, D = heads
     shape = (2, K, tokens)
     arrays = [mx.zeros((*shape, stored_width(D, bits)), quantized_dtype(bits) if bits else dtype)]
@@ -33,7 +33,7 @@ def kvant_step(heads: Heads, tokens: int, dtype: mx.Dtype, *, bits: int, backend
 
 
 def mlx_step(heads: Heads, tokens: int, dtype: mx.Dtype) -> Step:
-    """A token is written into keys and values of zeros, and attends to them, as mlx-lm's cache has it."""
+    """Make a step that writes a token into a cache of zeros and attends to it, as mlx-lm does."""
     _, K, D = heads
     keys, values = (mx.zeros((1, K, tokens, D), dtype) for _ in range(2))
     key = mx.ones((1, K, 1, D), dtype)

@@ -1,4 +1,4 @@
-"""The findings of ``kvant doctor``, and whether anything failed."""
+"""The results of ``kvant doctor``, and whether anything failed."""
 
 import math
 import os
@@ -26,12 +26,11 @@ from kvant.tools.doctor.kernels import (
 )
 from kvant.tools.doctor.memory_speed import MemorySpeed, measure_memory_speed
 
-SLOWER = 1.1  # times; less is the noise of a measurement
+SLOWER = 1.1  # a smaller ratio is measurement noise
 GPU_COMPILERS = {"metal": "Metal's, while it runs", "cuda": "NVRTC, while it runs"}
 NO_GPU = (
-    "the fused kernel: there is no GPU that MLX uses, so it has not run here. kvant's tests run its Metal "
-    "text on the "
-    "host, thread by thread (docs/operators.md), which says nothing of its speed or of a GPU's own compiler"
+    "the fused kernel: MLX has no GPU here, so the kernel was not run. kvant's tests run its Metal source on "
+    "the host, thread by thread (docs/operators.md), which tells nothing about its speed or a GPU's compiler"
 )
 OTHER_SHAPES = "the fused kernel in a model's own shapes: it is tried with them when a cache is first made"
 UNFUSED = "unfused"
@@ -49,13 +48,13 @@ class Diagnosis:
     environment: Environment
     machine: Machine
     device_info: dict[str, Any]  # everything MLX says about its default device
-    compiler: str  # that compiles kernels and fused steps
+    compiler: str  # compiles kernels and fused steps
     paths: list[OperatorPath]
-    kernels: list[KernelResult]  # every case the fused kernel was tried on; empty without a GPU
-    uses: list[UseResult]  # the fused kernel as caches use it; empty without a GPU
+    kernels: list[KernelResult]  # one per test case of the fused kernel; empty without a GPU
+    uses: list[UseResult]  # the fused kernel with the settings that caches use; empty without a GPU
     unchecked: list[str]  # checks that are not possible on this machine
-    start: StartResult | None = None  # None: without a GPU, or the kernel fails
-    record: str | None = None  # of the kernel's trials, and what it holds; None without a GPU
+    start: StartResult | None = None  # None without a GPU, or if the kernel fails
+    record: str | None = None  # describes the record of kernel trials; None without a GPU
     memory_speed: MemorySpeed | None = None  # None with a GPU
 
     @property
@@ -64,22 +63,21 @@ class Diagnosis:
 
     @property
     def to_do(self) -> list[str]:
-        """Settings with which kvant is right or faster here; empty: none."""
-        found = []
+        """Settings that would make kvant correct or faster on this machine."""
+        advice = []
         timed = [
             result for result in self.kernels if result.fused_ms is not None and result.unfused_ms is not None
         ]
         slower = sum(result.fused_ms > SLOWER * result.unfused_ms for result in timed)  # type: ignore[operator]
         if not self.healthy:
-            asked = f"unset {VARIABLE}; " if os.environ.get(VARIABLE) == "fused" else ""
-            found.append(
-                f"{asked}by default kvant uses the unfused operator; report the lines that say wrong"
+            reset = f"unset {VARIABLE}; " if os.environ.get(VARIABLE) == "fused" else ""
+            advice.append(
+                f"{reset}by default kvant uses the unfused operator; report the lines that say wrong"
             )
         elif slower > len(timed) / 2:
-            found.append(
-                f"set {VARIABLE}=unfused, or give --kernels unfused: the fused kernel is the slower in "
-                f"{slower} of "
-                f"{len(timed)} cases"
+            advice.append(
+                f"set {VARIABLE}=unfused, or pass --kernels unfused: the fused kernel is slower in "
+                f"{slower} of {len(timed)} cases"
             )
         if (
             sys.platform == "linux"
@@ -91,23 +89,23 @@ class Diagnosis:
                 if os.environ.get(blas.VARIABLE)
                 else "install kvant with its extra cpu"
             )
-            found.append(f"{how}: MLX's own BLAS reads a prompt 8 to 11 times slower than OpenBLAS")
-        return found
+            advice.append(f"{how}: MLX's own BLAS reads a prompt 8 to 11 times slower than OpenBLAS")
+        return advice
 
     def as_json(self) -> dict[str, Any]:
-        """The findings for a program. An error that is not finite is null."""
-        found: dict[str, Any] = asdict(self) | {"healthy": self.healthy, "to_do": self.to_do}
-        for result in found["kernels"]:
+        """Return the results for JSON output. Errors that are not finite become null."""
+        record: dict[str, Any] = asdict(self) | {"healthy": self.healthy, "to_do": self.to_do}
+        for result in record["kernels"]:
             if result["error"] is not None and not math.isfinite(result["error"]):
                 result["error"] = None
-        return found
+        return record
 
 
 def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
-    """Describe this machine and try the kernel; ``progress`` is called with (kernel cases done, in all)."""
+    """Describe this machine and try the kernel; ``progress`` is called with (cases done, cases in all)."""
     backend = gpu_backend()
     paths = operator_paths()
-    start = None if backend is None else measure_start(backend)  # before all else compiles
+    start = None if backend is None else measure_start(backend)  # first, while nothing else is compiled
     return Diagnosis(
         environment=environment(),
         machine=this_machine(),
@@ -124,7 +122,7 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
 
 
 def operator_paths() -> list[OperatorPath]:
-    """The path of every operator on this machine, and the reason."""
+    """Return the path that every operator takes on this machine, and why."""
     choice = choose()
     path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
     more = (
@@ -137,20 +135,20 @@ def operator_paths() -> list[OperatorPath]:
         OperatorPath(
             "KeyValueCache", UNFUSED, "it returns dequantized keys and values, which the kernel never makes"
         ),
-        OperatorPath("quantize, of appended tokens", path, "goes with attention's"),
-        OperatorPath("quantize, dequantize", UNFUSED, "functions of their own have no kernel"),
+        OperatorPath("quantize, of appended tokens", path, "follows attention"),
+        OperatorPath("quantize, dequantize", UNFUSED, "the standalone functions have no kernel"),
     ]
 
 
 def _host_compiler() -> str:
-    """The first g++, with which MLX compiles steps on a CPU."""
-    found = shutil.which("g++")
-    if found is None:
-        return "none: MLX compiles for a CPU where g++ is installed; kvant does not need it there"
+    """Describe the first g++ on the path, which MLX uses to compile steps on a CPU."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return "none: MLX compiles for a CPU if g++ is installed; kvant does not need it there"
     try:
         done = subprocess.run(
-            [found, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
+            [compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
         )
-        return next(iter(done.stdout.splitlines()), f"{found}, which does not say its version")
+        return next(iter(done.stdout.splitlines()), f"{compiler}, which does not print its version")
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{found}, which fails: {error}"
+        return f"{compiler}, which fails: {error}"

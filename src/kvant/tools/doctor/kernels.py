@@ -1,4 +1,4 @@
-"""The fused kernel against the unfused operator, case by case: error and time on this device."""
+"""Compare the fused kernel with the unfused operator: error and time of each case on this device."""
 
 import time
 from collections.abc import Callable
@@ -17,39 +17,37 @@ from kvant.operators.quantization import FITTED_BITS
 from kvant.tools.doctor.attention import kvant_step
 from kvant.tools.statistics import median_ms
 
-# Query and kv heads, head_dim and bits, of a cache of TOKENS.
+# Query heads, kv heads, head_dim and bits; every cache has TOKENS tokens.
 TIMED = ((14, 2, 64, 8), (32, 8, 128, 8), (32, 8, 128, 4), (16, 8, 256, 0))
 TOKENS = 4096
 START = TIMED[0]
 REPEATS = 5
-DTYPES = (mx.float16, mx.bfloat16)  # that models are computed in on a GPU
+DTYPES = (mx.float16, mx.bfloat16)  # the compute dtypes of models on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """One case; None: the kernel did not run."""
+    """The result of one case; figures are None if the kernel did not run."""
 
     case: str
-    error: float | None  # the output's largest, relative to 1 + the expected magnitude
+    error: float | None  # the largest error of the output, relative to 1 + the expected magnitude
     tolerance: float | None
-    problem: str | None  # what is wrong; None: nothing
-    fused_ms: float | None  # medians of the call, its launch and its end included
+    problem: str | None  # None if the result is right
+    fused_ms: float | None  # median time of the call, with launch and synchronization
     unfused_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class UseResult:
-    """Whether the kernel is right as a cache of some format uses it."""
+    """Whether the kernel is right with the settings of one cache format."""
 
     use: str
-    problem: str | None  # why not; None: it is
+    problem: str | None  # None if it is right
 
 
 @dataclass(frozen=True, slots=True)
 class StartResult:
-    """What the kernel takes of a start: without a record, when it is tried, and with one, for a token's
-    steps alone.
-    """
+    """Time the kernel adds to a start: cold, when it is tried out; warm, with a record of the trial."""
 
     use: str
     cold_instances: int
@@ -59,8 +57,9 @@ class StartResult:
 
 
 def measure_start(backend: Backend) -> StartResult | None:
-    """Both starts of a model as Qwen2.5-0.5B; None: the kernel fails. Once a process, before it compiles
-    instances.
+    """Time both starts for Qwen2.5-0.5B's shape; return None if the kernel fails.
+
+    Only the first call in a process is meaningful, before any instance has been compiled.
     """
     H, K, D, bits = START
     use = KernelUse(D, D, mx.float16, bits, 32, heads=H // K)
@@ -68,7 +67,7 @@ def measure_start(backend: Backend) -> StartResult | None:
     begun = time.perf_counter()
     try:
         trial.run(backend, 1)
-    except Exception:  # the trials that follow say which
+    except Exception:  # the trials that follow report which
         return None
     warm_ms = (time.perf_counter() - begun) * 1e3
     if probe_failure(use, backend) is not None:
@@ -81,23 +80,24 @@ def measure_start(backend: Backend) -> StartResult | None:
 
 
 def try_uses(backend: Backend, progress: Callable[[int, int], None]) -> list[UseResult]:
-    """Every head dimension and width in groups of 32, in each dtype; at 4 bits with an exact tail. Findings
-    replace the record of this device.
+    """Try every head dimension and width in groups of 32, in each dtype; at 4 bits with an exact tail.
+
+    The results replace this device's record.
     """
     uses = [
         KernelUse(D, D, dtype, bits, 32, tail_dtype=dtype if bits == FITTED_BITS else None)
         for D, dtype, bits in product(HEAD_DIMS, DTYPES, (8, 4, 0))
     ]
-    found: dict[KernelUse, str | None] = {}
+    problems: dict[KernelUse, str | None] = {}
     for use in uses:
-        progress(len(found), len(uses))
-        found[use] = probe_failure(use, backend)
-    kernel_record.keep({use: problem or RIGHT for use, problem in found.items()}, backend, anew=True)
-    return [UseResult(str(use), problem) for use, problem in found.items()]
+        progress(len(problems), len(uses))
+        problems[use] = probe_failure(use, backend)
+    kernel_record.keep({use: problem or RIGHT for use, problem in problems.items()}, backend, anew=True)
+    return [UseResult(str(use), problem) for use, problem in problems.items()]
 
 
 def try_kernels(backend: Backend, progress: Callable[[int, int], None]) -> list[KernelResult]:
-    """A token's error and time in a few shapes; ``progress`` is called with (cases done, in all)."""
+    """Measure a token's error and time in a few shapes; ``progress`` is called with (cases done, in all)."""
     results: list[KernelResult] = []
     for case in TIMED:
         progress(len(results), len(TIMED))
@@ -109,15 +109,15 @@ def _try(H: int, K: int, D: int, bits: int, backend: Backend) -> KernelResult:
     use = KernelUse(D, D, mx.float16, bits, 32, heads=H // K)
     name = f"{use}, {H} query heads, {TOKENS:,} tokens"
     try:
-        found = Trial(use, H // K).agreement(backend, 1)
+        result = Trial(use, H // K).agreement(backend, 1)
         times = [_step_ms(H, K, D, bits, path) for path in (backend, None)]
-    except Exception as error:  # of a compiler or a driver: any
+    except Exception as error:  # compilers and drivers raise errors of any type
         return KernelResult(name, None, None, one_line(error), None, None)
-    return KernelResult(name, found.error, found.tolerance, found.problem, *times)
+    return KernelResult(name, result.error, result.tolerance, result.problem, *times)
 
 
 def _step_ms(H: int, K: int, D: int, bits: int, backend: Backend | None) -> float:
-    """Of a step's attention through a full cache of zeros."""
+    """Time one step's attention to a full cache of zeros."""
     step = kvant_step((H, K, D), TOKENS, mx.float16, bits=bits, backend=backend)
     query = mx.ones((1, H, 1, D), mx.float16)
     mx.eval(query)

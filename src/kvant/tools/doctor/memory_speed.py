@@ -1,4 +1,4 @@
-"""How fast a CPU's memory is read by the product that most of a token's time goes into."""
+"""Measure how fast a CPU reads memory in the matrix product that dominates a token's time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class MemorySpeed:
-    """In 1e9 bytes a second."""
+    """Speeds in 1e9 bytes per second."""
 
-    copy_gb_s: float  # read and written by a copy
-    row_gb_s: float  # read of float32 matrices that are multiplied by one row, as a decoder does
-    mlx_row_gb_s: float  # the same by MLX's product
+    copy_gb_s: float  # bytes read and written by a copy
+    row_gb_s: float  # bytes read when float32 matrices are multiplied by one row, as in a decoder
+    mlx_row_gb_s: float  # the same with MLX's product
 
 
 def measure_memory_speed() -> MemorySpeed:
-    """Of this process and MLX's default device, which is a CPU."""
+    """Measure on MLX's default device, which must be a CPU."""
     matrices = [DenseMatrix(mx.random.uniform(shape=(INPUTS, OUTPUTS))) for _ in range(MATRICES)]
     row = mx.random.uniform(shape=(1, INPUTS))
     mx.eval(row, [matrix.arrays for matrix in matrices])
@@ -37,6 +37,6 @@ def measure_memory_speed() -> MemorySpeed:
 
         return median_ms(read_all, REPEATS)
 
-    own = milliseconds(lambda matrix: matrix.project(row))
+    by_kvant = milliseconds(lambda matrix: matrix.project(row))
     by_mlx = milliseconds(lambda matrix: row @ matrix.weight)
-    return MemorySpeed(copy_bandwidth_gb_s(COPY_BYTES), nbytes / own / 1e6, nbytes / by_mlx / 1e6)
+    return MemorySpeed(copy_bandwidth_gb_s(COPY_BYTES), nbytes / by_kvant / 1e6, nbytes / by_mlx / 1e6)

@@ -1,4 +1,4 @@
-"""The check of ``kvant doctor`` under a launcher: each cable's round trip, and one sum over all ranks."""
+"""Check the ranks of a launcher: the round trip over each connection, and one sum over all ranks."""
 
 import json
 import platform
@@ -12,9 +12,9 @@ from kvant.ranks.group import Ranks
 from kvant.sizes import physical_memory
 from kvant.tools.statistics import median_ms
 
-ROUND_TRIPS, SUMS = 100, 5  # measured, after one that is not
+ROUND_TRIPS, SUMS = 100, 5  # measured, after one warm-up
 LARGE = 4 * 1024 * 1024  # numbers: 16 MiB of float32
-FACTS_BYTES = 2048  # more than a rank's findings take
+FACTS_BYTES = 2048  # more than a rank's results take
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class RankFindings:
     host: str  # the machine's name
     environment: Environment
     memory_bytes: int
-    sum_right: bool  # a sum of whole numbers over all ranks is right here
-    # 4 bytes to the next rank and back; None: the rank before has measured this cable
+    sum_right: bool  # whether this rank got the right sum of whole numbers over all ranks
+    # for 4 bytes to the next rank and back; None if the previous rank measured this connection
     round_trip_ms: float | None
 
 
@@ -32,20 +32,20 @@ class RankFindings:
 class RankDiagnosis:
     ranks: list[RankFindings]
     sum_bytes: int
-    sum_ms: float  # of one sum of these bytes, as rank 0 has it
+    sum_ms: float  # time of one sum of that size on rank 0
 
     @property
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         expected = self.ranks[0].environment.versions
         for each in self.ranks:
             name = f"rank {each.rank} ({each.host})"
             for package, version in each.environment.versions.items():
                 if version != expected.get(package):
-                    found.append(f"{name} has {package} {version}; rank 0 has {expected.get(package)}")
+                    problems.append(f"{name} has {package} {version}; rank 0 has {expected.get(package)}")
             if not each.sum_right:
-                found.append(f"{name} gets a wrong sum of whole numbers")
-        return found
+                problems.append(f"{name} gets a wrong sum of whole numbers")
+        return problems
 
     @property
     def healthy(self) -> bool:
@@ -56,7 +56,7 @@ class RankDiagnosis:
 
 
 def check_ranks(ranks: Ranks) -> RankDiagnosis:
-    """Measure the connections and check a sum. All ranks call it, and all get the same findings."""
+    """Measure the connections and check a sum. All ranks must call this; all get the same results."""
     round_trip_ms = _time_round_trips(ranks)
     # float32 holds sums of 256 ranks' numbers below 2**16 without rounding.
     numbers = (mx.arange(LARGE) & 0xFFFF).astype(mx.float32)
@@ -64,21 +64,22 @@ def check_ranks(ranks: Ranks) -> RankDiagnosis:
     mx.eval(numbers, expected)
     sum_ms = median_ms(lambda: mx.eval(ranks.all_sum(numbers)), SUMS)
     sum_right = bool(mx.array_equal(ranks.all_sum(numbers + ranks.rank), expected))
-    own = RankFindings(
+    local = RankFindings(
         ranks.rank, platform.node(), environment(), physical_memory(), sum_right, round_trip_ms
     )
-    found = []
+    findings = []
     for row in ranks.all_gather(
-        mx.array([list(json.dumps(asdict(own)).encode().ljust(FACTS_BYTES))], mx.uint8)
+        mx.array([list(json.dumps(asdict(local)).encode().ljust(FACTS_BYTES))], mx.uint8)
     ):
         values = json.loads(bytes(memoryview(row)))  # type: ignore[arg-type]
-        found.append(RankFindings(**values | {"environment": Environment(**values["environment"])}))
-    return RankDiagnosis(found, numbers.nbytes, sum_ms)
+        findings.append(RankFindings(**values | {"environment": Environment(**values["environment"])}))
+    return RankDiagnosis(findings, numbers.nbytes, sum_ms)
 
 
 def _time_round_trips(ranks: Ranks) -> float | None:
-    """Milliseconds of 4 bytes to the next rank and back. Neighbours take turns around the ring."""
-    measured, number = None, mx.array([1.0], mx.float32)
+    """Time 4 bytes to the next rank and back, in ms. Pairs of neighbours go one after another."""
+    measured = None
+    number = mx.array([1.0], mx.float32)
 
     def there_and_back(to: int) -> None:
         mx.eval(ranks.send(number, to))

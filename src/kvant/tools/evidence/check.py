@@ -1,4 +1,4 @@
-"""Whether a file of evidence is whole, unaltered, and says what its own rounds say."""
+"""Check whether an evidence file is complete, unaltered and consistent with its own rounds."""
 
 import hashlib
 import json
@@ -28,10 +28,10 @@ def _is_list(value: Any, of: type | UnionType) -> bool:
 
 FORMAT = "kvant evidence 1"
 DIGEST = "sha256"
-MAX_BYTES = 4 * 1024 * 1024  # a file has a tenth of a megabyte
-MAX_RUNS = 100  # of all models together: a real file has half as many, and the drift of many runs takes long
-PARTS = ("the whole command", "a token of ", "the quality of ", "attention to ")  # a record has one of each
-# Fields that are read before their digest is checked: a test of the value, and what is expected.
+MAX_BYTES = 4 * 1024 * 1024  # a real file has about 0.1 MB
+MAX_RUNS = 100  # over all models; a real file has half as many, and computing the drift of many runs is slow
+PARTS = ("the whole command", "a token of ", "the quality of ", "attention to ")  # required in every record
+# Fields that are read before the digest is checked: a test of the value, and what is expected.
 KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("left_out", "unchecked", "parts"), (partial(_is_list, of=str), "a list of texts")),
     **dict.fromkeys(("attention", "models"), (partial(_is_list, of=dict), "a list of objects")),
@@ -41,20 +41,20 @@ KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def sealed(record: Mapping[str, Any]) -> Record:
-    """A record with its format and digest, which finds accidents and edits, and no forger."""
+    """Add the format and a digest, which detects accidents and edits but not a forger."""
     whole = {"format": FORMAT, **record}
     return whole | {DIGEST: _digest(whole)}
 
 
 def read(path: Path) -> Record:
-    """The record of a file; a KvantError if it is none."""
+    """Read a record from a file; raise a KvantError if it is not one."""
     data = read_user_file(path, MAX_BYTES)
     try:
         record = json.loads(data.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise KvantError(f"{path}: {one_line(error)}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise KvantError(f"{path}: no file of kvant evidence; expected its format to be {FORMAT!r}")
+        raise KvantError(f"{path}: not a file of kvant evidence; expected the format {FORMAT!r}")
     for name, (is_right, expected) in KINDS.items():
         if name in record and not is_right(record[name]):
             raise KvantError(f"{path}: {name} is {shown(record[name])}; expected {expected}")
@@ -62,16 +62,16 @@ def read(path: Path) -> Record:
 
 
 def problems(record: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a record: it was altered, or a figure is not that of its rounds."""
-    found = []
+    """List what is wrong with a record: it was altered, or a figure does not follow from its rounds."""
+    messages = []
     if record.get(DIGEST) != _digest({name: value for name, value in record.items() if name != DIGEST}):
-        found.append("altered: its digest is another")
+        messages.append("altered: the digest does not match")
     try:
-        found += [f"not consistent: {text}" for text in _inconsistent(record)]
-        figures(record)  # a record of which none can be said is none
+        messages += [f"not consistent: {text}" for text in _inconsistent(record)]
+        figures(record)  # raises if the record lacks something
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        found.append(f"not consistent: {type(error).__name__}: {one_line(error)}")
-    return found
+        messages.append(f"not consistent: {type(error).__name__}: {one_line(error)}")
+    return messages
 
 
 def left_out(record: Mapping[str, Any]) -> list[str]:
@@ -91,14 +91,14 @@ def _inconsistent(record: Mapping[str, Any]) -> Iterator[str]:
         **({f"the quality of {record['report']['model']}": True} if record["report"] else {}),
     }
     for stem in PARTS:
-        if not any(part.startswith(stem) for part in record["parts"]):
-            yield f"no part is {stem.strip()!r}"
+        if not any(name.startswith(stem) for name in record["parts"]):
+            yield f"no measurement is {stem.strip()!r}"
     if (count := sum(len(model["runs"]) for model in record["models"])) > MAX_RUNS:
         yield f"{count} runs; expected at most {MAX_RUNS}"
         return
-    for part in record["parts"]:
-        if part not in without and not measured.get(part):
-            yield f"{part} is neither there nor left out"
+    for name in record["parts"]:
+        if name not in without and not measured.get(name):
+            yield f"{name} is neither there nor left out"
     for model in record["models"]:
         name = model["model"]
         header = Header(**(model["header"] | {"machine": Environment(**model["header"]["machine"])}))
@@ -107,34 +107,35 @@ def _inconsistent(record: Mapping[str, Any]) -> Iterator[str]:
             recording.add(Engine(**each))
         for each in model["runs"]:
             recording.add(Run(**(each | {"prompt_tokens": tuple(each["prompt_tokens"])})))
-        for own, given in zip(map(asdict, summarize(recording)), model["summaries"], strict=True):
-            different = [field for field, value in own.items() if not _same(value, given[field])]
+        for computed, recorded in zip(map(asdict, summarize(recording)), model["summaries"], strict=True):
+            different = [field for field, value in computed.items() if not _same(value, recorded[field])]
             if different:
-                where = f"{given['engine']} after {given['context']}"
-                yield f"{name}, {where}: {', '.join(different)} are not those of its rounds"
+                where = f"{recorded['engine']} after {recorded['context']}"
+                yield f"{name}, {where}: {', '.join(different)} do not follow from its rounds"
         if not _same(drifts(recording), model["drift"]):
-            yield f"{name}: the drift is not that of its rounds"
+            yield f"{name}: the drift does not follow from its rounds"
         for each in model["memory"]:
             if each["peak"] > each["planned"]:
                 yield f"{name}: a peak of {each['peak']} bytes is above its plan of {each['planned']}"
         if name == POCKET and (here := file_digests(find_model(POCKET))) != model["files"]:
-            yield f"pocket's weights are others: {model['files']}; here {here}"
+            yield f"pocket's weights differ: {model['files']}; here {here}"
     if not record["healthy"]:
         yield "the fused kernel was wrong: " + "; ".join(
             use["problem"] for use in (*record["kernels"], *record["uses"]) if use["problem"] is not None
         )
 
 
-def _same(own: Any, given: Any) -> bool:
-    """Whether two parts of a record are alike, numbers but for rounding."""
-    if isinstance(own, Mapping):
+def _same(computed: Any, recorded: Any) -> bool:
+    """Whether two pieces of a record are equal, except for the rounding of numbers."""
+    if isinstance(computed, Mapping):
         return (
-            isinstance(given, Mapping)
-            and own.keys() == given.keys()
-            and all(_same(own[k], given[k]) for k in own)
+            isinstance(recorded, Mapping)
+            and computed.keys() == recorded.keys()
+            and all(_same(computed[k], recorded[k]) for k in computed)
         )
-    if isinstance(own, list | tuple):
-        return isinstance(given, list | tuple) and len(own) == len(given) and all(map(_same, own, given))
-    if isinstance(own, float) and isinstance(given, float | int):
-        return math.isclose(own, given, rel_tol=1e-9)
-    return bool(own == given)
+    if isinstance(computed, list | tuple):
+        alike = isinstance(recorded, list | tuple) and len(computed) == len(recorded)
+        return alike and all(map(_same, computed, recorded))
+    if isinstance(computed, float) and isinstance(recorded, float | int):
+        return math.isclose(computed, recorded, rel_tol=1e-9)
+    return bool(computed == recorded)

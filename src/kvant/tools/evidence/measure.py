@@ -1,6 +1,4 @@
-"""The measurements: attention, tokens beside mlx-lm's, memory against its plan, quality, the start of a
-command.
-"""
+"""Measure attention, tokens against mlx-lm, memory against its plan, quality, and the start of a command."""
 
 import math
 import os
@@ -43,35 +41,33 @@ from kvant.tools.statistics import Spread, drift, in_turns, paired_ratio
 
 HEADS = (32, 8, 128)  # query heads, kv heads and head_dim: Qwen3-4B's
 CONTEXTS = (1024, 8192, 32768)
-LAYERS_BYTES = 256 * 1024 * 1024  # of MLX's keys and values: more than a processor's caches hold
+LAYERS_BYTES = 256 * 1024 * 1024  # size of MLX's keys and values, larger than a processor's caches
 MOST_LAYERS = 16
-RANDOM = "qwen2.5-0.5b"  # with weights of 4 bits
+RANDOM = "qwen2.5-0.5b"  # with random 4-bit weights
 PROMPTS, RANDOM_PROMPTS = (128, 1024), (128,)
 REPORT_TOKENS = 2048
 MAX_TOKENS, ROUNDS = 32, 7
-DRIFTS = 0.05  # a drift that is less likely by chance is said
-LATEST_S = 540  # nothing begins later, so that all of it takes ten minutes
+DRIFTS = 0.05  # report a drift with a smaller probability
+LATEST_S = 540  # no measurement begins later, so that all of them take ten minutes
 
 Record = dict[str, Any]
 
 
 def measure_machine(model: str, progress: Progress) -> Record:
-    """Measure this machine with a model, at most ten minutes: every round's figures, and what was left
-    out.
-    """
+    """Measure this machine with a model for at most ten minutes; return all rounds and what was left out."""
     folder = find_model(model)
-    if Path(model).exists():  # whose folders are nobody's business
+    if Path(model).exists():  # do not record the folder's path
         model = folder.name
     latest = time.monotonic() + LATEST_S
 
-    def said(text: str) -> None:
+    def report(text: str) -> None:
         if time.monotonic() > latest:
             raise TimeoutError(f"{LATEST_S} seconds had passed")
         progress(text)
 
     record: Record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "load_average": round(os.getloadavg()[0], 2),  # of the last minute: how busy others kept the machine
+        "load_average": round(os.getloadavg()[0], 2),  # of the last minute: how busy the machine was
         "copy_bandwidth_gb_s": measure_bandwidth(),
         "attention": [],
         "models": [],
@@ -79,78 +75,71 @@ def measure_machine(model: str, progress: Progress) -> Record:
         "command_ms": [],
         "left_out": [],
     }
-    parts: dict[str, Callable[[], None]] = {
+    measurements: dict[str, Callable[[], None]] = {
         "the whole command": partial(_command, record),
-        f"a token of {model}": partial(_model, record, model, nullcontext(folder), said),
+        f"a token of {model}": partial(_model, record, model, nullcontext(folder), report),
         f"the quality of {model}": partial(_report, record, model, folder),
         **{f"attention to {tokens:,} tokens": partial(_attention, record, tokens) for tokens in CONTEXTS},
     }
     if model == POCKET:
         random = random_model(SHAPES[RANDOM], bits=4)
-        parts[f"a token of {RANDOM}"] = partial(_model, record, RANDOM, random, said, is_random=True)
-    record["parts"] = list(parts)
-    for name, part in parts.items():
+        measurements[f"a token of {RANDOM}"] = partial(_model, record, RANDOM, random, report, is_random=True)
+    record["parts"] = list(measurements)
+    for name, measurement in measurements.items():
         try:
-            said(f"measuring {name}")
-            part()
-        except (
-            KvantError,
-            RuntimeError,
-            OSError,
-            subprocess.SubprocessError,
-        ) as error:  # of MLX, a process, a disk
+            report(f"measuring {name}")
+            measurement()
+        except (KvantError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             record["left_out"].append(f"{name}: {one_line(error)}")
     return record
 
 
 def figures(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A record's figures as (what, figure), for people."""
-    found: list[tuple[str, str]] = []
+    """Return a record's figures as (name, figure), for people."""
+    rows: list[tuple[str, str]] = []
     for each in record["attention"]:
         times = {kind: dict(enumerate(ms)) for kind, ms in each["ms"].items()}
         base = times.pop("MLX")
         name = f"attention to {each['context']:,} tokens, divided by MLX's in {each['dtype']}"
         ratios = (f"{kind} {shown(paired_ratio(ms, base))}" for kind, ms in times.items())
-        found.append((name, ", ".join(ratios)))
+        rows.append((name, ", ".join(ratios)))
     for model in record["models"]:
         for each in model["summaries"]:
             if each["ratio"] is not None and each["engine"] != (base := model["header"]["baseline"]):
                 name = f"a token of {model['model']} after {each['context']:,}, divided by {base}'s"
                 spread = Spread(**each["ratio"])
-                found.append((name, f"{each['latency_p50_ms']:.2f} ms, {shown(spread)}"))
+                rows.append((name, f"{each['latency_p50_ms']:.2f} ms, {shown(spread)}"))
         for each, moved in model["drift"].items():
             if moved is not None and moved[1] < DRIFTS:
                 name = f"{model['model']}, {each}: later rounds divided by earlier"
-                found.append((name, f"{moved[0]:.2f}, by chance {moved[1]:.1%}"))
+                rows.append((name, f"{moved[0]:.2f}, by chance {moved[1]:.1%}"))
         for each in model["memory"]:
             name = f"peak of {model['model']} with {each['tokens']:,} tokens, divided by its plan"
-            found.append((name, f"{each['peak'] / each['planned']:.2f}"))
+            rows.append((name, f"{each['peak'] / each['planned']:.2f}"))
     for each in (record["report"] or {}).get("formats", ()):
         name = f"{record['report']['model']}, {each['format']}, against a cache that is not quantized"
-        leg = each.get("prefill", each)  # older files have no other
-        found.append((name, f"mean KLD {leg['mean_kld_nats']:.1e}, same top-1 {leg['top1']:.2%}"))
+        leg = each.get("prefill", each)  # older files have only this one
+        rows.append((name, f"mean KLD {leg['mean_kld_nats']:.1e}, same top-1 {leg['top1']:.2%}"))
     if record.get("start"):
         start = record["start"]
         kinds = (
             f"{n} {start[f'{n}_instances']} instances, {start[f'{n}_ms']:.0f} ms" for n in ("cold", "warm")
         )
-        found.append((f"start of the kernel, {start['use']}", ", ".join(kinds)))
+        rows.append((f"start of the kernel, {start['use']}", ", ".join(kinds)))
     if record["command_ms"]:
         first, *later = record["command_ms"]
         then = f", then {median(later):.0f} ms" if later else ""
-        found.append(("the whole command, one token of pocket", f"{first:.0f} ms{then}"))
-    return found
+        rows.append(("the whole command, one token of pocket", f"{first:.0f} ms{then}"))
+    return rows
 
 
 def shown(spread: Spread | None) -> str:
-    """A ratio with its range, for people."""
+    """Format a ratio with its range."""
     return "-" if spread is None else f"{spread.median:.2f} ({spread.minimum:.2f} to {spread.maximum:.2f})"
 
 
 def _attention(record: Record, tokens: int) -> None:
-    """Milliseconds a layer of one token: it is appended, and attends to all. A chain of layers is queued
-    at once.
-    """
+    """Time one token's attention per layer, in ms, including its append; all layers are queued at once."""
     _, K, D = HEADS
     dtype = mx.bfloat16 if default_device() == "gpu" else mx.float32
     layers = max(1, min(MOST_LAYERS, LAYERS_BYTES // (2 * K * D * tokens * dtype.size)))
@@ -185,8 +174,9 @@ def _model(
     *,
     is_random: bool = False,
 ) -> None:
-    """kvant with 8 bits and mlx-lm with its own cache, in turns, and kvant's peak against its plan."""
-    (own,), (theirs,) = engine_specs(["kvant"], [8], None, None), engine_specs([_mlx_lm()], [0], None, None)
+    """Measure kvant with 8 bits and mlx-lm with its own cache in turn, and kvant's peak against its plan."""
+    (ours,) = engine_specs(["kvant"], [8], None, None)
+    (theirs,) = engine_specs([_mlx_lm()], [0], None, None)
     bandwidth: float = record["copy_bandwidth_gb_s"]
     named: Record = {"date": record["date"], "command": "evidence", "model": name, "seed": 0}
     header = Header(**named, baseline=theirs.label, copy_bandwidth_gb_s=bandwidth, machine=environment())
@@ -203,19 +193,19 @@ def _model(
         prompts = random_prompts(0, checkpoint.config.vocab_size)
         try:
             measure(
-                Plan([own, theirs], path, PREFILL_STEP_SIZE, lengths, MAX_TOKENS, ROUNDS, prompts),
+                Plan([ours, theirs], path, PREFILL_STEP_SIZE, lengths, MAX_TOKENS, ROUNDS, prompts),
                 recording,
                 progress,
             )
-        finally:  # when the time is up, the rounds until then
-            found = summarize(recording)
+        finally:  # if the time is up, record the rounds so far
+            summaries = summarize(recording)
             record["models"].append(
                 {
                     "model": name,
-                    "files": files,  # the SHA-256 of its weights; none are random
+                    "files": files,  # SHA-256 of the weights; empty for random ones
                     "header": asdict(header),
                     "engines": [asdict(each) for each in recording.engines.values()],
-                    "summaries": [asdict(each) for each in found],
+                    "summaries": [asdict(each) for each in summaries],
                     "drift": drifts(recording),
                     "memory": [
                         {
@@ -223,8 +213,8 @@ def _model(
                             "planned": plan(checkpoint, max_kv_size=each.context + MAX_TOKENS).arrays,
                             "peak": each.peak_memory_bytes,
                         }
-                        for each in found
-                        if each.engine == own.label
+                        for each in summaries
+                        if each.engine == ours.label
                     ],
                     "runs": [asdict(replace(run, token_ids=None)) for run in recording.runs],
                 }
@@ -232,7 +222,7 @@ def _model(
 
 
 def drifts(recording: Recording) -> dict[str, tuple[float, float] | None]:
-    """Of the median times of a token, in the order of the rounds: :func:`kvant.tools.statistics.drift`."""
+    """Test the median times of a token for drift over the rounds: :func:`kvant.tools.statistics.drift`."""
     times: dict[str, list[float]] = {}
     for run in recording.runs:
         times.setdefault(f"{run.engine}, {run.prompt_tokens[0]}", []).append(median(gaps_ms(run)))
@@ -240,7 +230,7 @@ def drifts(recording: Recording) -> dict[str, tuple[float, float] | None]:
 
 
 def _report(record: Record, name: str, folder: Path) -> None:
-    """What ``kvant report`` says of 8 and 4 bits."""
+    """Measure 8 and 4 bits as ``kvant report`` does."""
     decoder, tokenizer = load_folder(folder)
     limit = decoder.config.max_position_embeddings or REPORT_TOKENS
     text = built_in_text(tokenizer, min(REPORT_TOKENS, limit), REPORT_TOKENS)
@@ -249,12 +239,12 @@ def _report(record: Record, name: str, folder: Path) -> None:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of a model's weights, in hexadecimal, by the name of the file."""
+    """Return the SHA-256 of a model's weights, in hexadecimal, by file name."""
     return {path.name: file_sha256(path) for path in tensor_files(folder)}
 
 
 def _mlx_lm() -> str:
-    """mlx-lm as it is on a GPU; on a CPU in kvant's dtype and with its BLAS."""
+    """Name mlx-lm's engine: as it is on a GPU; on a CPU with kvant's dtype and BLAS."""
     if default_device() == "gpu":
         return "mlx-lm"
     return "mlx-lm:float32" if blas.loaded().startswith(blas.OWN) else f"mlx-lm:float32:{OPENBLAS}"

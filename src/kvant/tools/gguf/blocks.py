@@ -1,18 +1,18 @@
-"""The block types of GGUF and what each becomes in MLX.
+"""GGUF's block types, and the MLX format that each is converted to.
 
-A row of a GGUF tensor is divided into blocks, each with scales of its own. MLX's affine format divides a row
-into groups of 32 values, ``value = scale * q + bias``. A type whose scales cover whole groups of 32 can be
+GGUF divides a tensor's rows into blocks, each with its own scales. MLX's affine format divides rows into
+groups of 32 values, ``value = scale * q + bias``. A type whose scales cover whole groups of 32 can be
 repacked:
 
-- Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 exactly: scale and bias are float16 numbers of the file, or these times a power
-  of two;
+- Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 exactly: scales and biases are the file's float16 numbers, or these times a
+  power of two;
 - Q4_K, Q5_K with rounding: their scales are products of a float16 and a 6-bit number, rounded to float16
-  here;
-- Q6_K has a scale for every 16 values, and MLX's groups are larger: the values are quantized to 8 bits again;
-- MXFP4 exactly, in MLX's mode of that name.
+here;
+- Q6_K is quantized again, to 8 bits, because it has a scale for every 16 values and MLX's groups are larger;
+- MXFP4 exactly, in MLX's mode of the same name.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h (block_q4_0 to block_mxfp4) and
-dequantize_row_* in ggml-quants.c beside it.
+dequantize_row_* in ggml-quants.c next to it.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 # Blocks as groups of values, scale * number + bias: numbers (n, group), scales and biases (n, 1).
 Groups = tuple[np.ndarray[Any, Any], Floats, Floats]
 Read = Callable[[Bytes], Groups]
-# Groups in MLX's form, (n, ...): "weight", for a quantized matrix "scales", and for an affine one "biases".
+# Groups in MLX's format, (n, ...): "weight"; also "scales" if quantized, and "biases" if that is affine.
 Packed = dict[str, mx.array]
 GROUP = 32
 
@@ -48,14 +48,14 @@ class Fidelity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of tensor."""
+    """A tensor type of GGUF."""
 
     name: str
     size: int  # values in a block
-    nbytes: int  # of a block
-    pack: Callable[[Bytes], Packed]  # blocks (n, nbytes) to MLX's form; a ValueError if a scale is not finite
-    expand: Callable[[Bytes], Floats]  # blocks (n, nbytes) to the file's own values (n * size,)
-    quantization: Quantization | None  # what a matrix becomes; None: it stays in floating point
+    nbytes: int  # bytes of a block
+    pack: Callable[[Bytes], Packed]  # blocks (n, nbytes) to MLX's format; ValueError: a scale is not finite
+    expand: Callable[[Bytes], Floats]  # blocks (n, nbytes) to the values they stand for, (n * size,)
+    quantization: Quantization | None  # the format of an imported matrix; None: floating point
     fidelity: Fidelity = Fidelity.EXACT
 
 
@@ -65,16 +65,13 @@ def _half(data: Bytes) -> Floats:
 
 
 def _nibbles(data: Bytes, run: int) -> Bytes:
-    """Unpack 4-bit numbers: of each ``run`` bytes first all the low halves, then all the high ones.
-
-    (n, bytes) -> (n, 2 * bytes).
-    """
+    """Unpack 4-bit numbers, of each ``run`` bytes all low halves first: (n, bytes) -> (n, 2 * bytes)."""
     runs = data.reshape(len(data), -1, 1, run)
     return np.concatenate([runs & 0x0F, runs >> 4], axis=2).reshape(len(data), -1)
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    """Unpack the fifth bits of numbers, lowest first, as 16 or 0: (n, bytes) -> (n, 8 * bytes)."""
+    """Unpack each number's fifth bit, lowest first, as 16 or 0: (n, bytes) -> (n, 8 * bytes)."""
     return np.unpackbits(data, axis=1, bitorder="little") * np.uint8(16)
 
 
@@ -93,16 +90,14 @@ def pack_bits(numbers: Bytes, bits: int) -> mx.array:
     """
     eights = numbers.reshape(-1, 8)
     stream = np.zeros(len(eights), np.uint64)
-    for place in range(8):
-        stream |= eights[:, place].astype(np.uint64) << np.uint64(place * bits)
+    for number in range(8):
+        stream |= eights[:, number].astype(np.uint64) << np.uint64(number * bits)
     packed = np.ascontiguousarray(stream.view(np.uint8).reshape(-1, 8)[:, :bits])
     return mx.array(packed.reshape(len(numbers), -1).view(np.uint32))
 
 
 def _read_32(bits: int, has_minimum: bool, blocks: Bytes) -> Groups:
-    """Read Q4_0, Q4_1, Q5_0 and Q5_1: a scale, in the _1 types a minimum, in Q5 fifth bits, and low
-    halves.
-    """
+    """Read Q4_0, Q4_1, Q5_0 and Q5_1: a scale, a minimum (_1 types), fifth bits (Q5), low halves."""
     numbers = _nibbles(blocks[:, -16:], 16)
     if bits == 5:
         numbers |= _fifth_bits(blocks[:, -20:-16])
@@ -112,7 +107,7 @@ def _read_32(bits: int, has_minimum: bool, blocks: Bytes) -> Groups:
 
 def _read_q8_0(blocks: Bytes) -> Groups:
     scale = _half(blocks[:, :2])
-    return blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale  # an int8 and 128
+    return blocks[:, 2:] ^ np.uint8(0x80), scale, -128 * scale  # add 128 to each int8
 
 
 def _read_k(bits: int, blocks: Bytes) -> Groups:
@@ -157,7 +152,7 @@ def _expand(read: Read, blocks: Bytes) -> Floats:
 def _affine(
     name: str, size: int, nbytes: int, bits: int, read: Read, fidelity: Fidelity = Fidelity.EXACT
 ) -> BlockType:
-    """A type that becomes MLX's affine format of ``bits`` bits."""
+    """Describe a type that is imported in MLX's affine format of ``bits`` bits."""
 
     def pack(blocks: Bytes) -> Packed:
         if fidelity is Fidelity.REQUANTIZED:
@@ -171,7 +166,7 @@ def _affine(
 
 
 def _floats(name: str) -> BlockType:
-    """A type of single numbers that stay as they are."""
+    """Describe a type of plain numbers, which are imported unchanged."""
     dtype = DTYPES[name]
 
     def pack(blocks: Bytes) -> Packed:
@@ -184,7 +179,7 @@ def _floats(name: str) -> BlockType:
 
 
 def _pack_mxfp4(blocks: Bytes) -> Packed:
-    # Both formats: a byte of 2^(byte - 127) and 4-bit floating-point numbers; only their order differs.
+    # Both formats store a byte of 2^(byte - 127) and 4-bit floating-point numbers; only the order differs.
     return {"weight": pack_bits(_nibbles(blocks[:, 1:], 16), 4), "scales": mx.array(blocks[:, :1])}
 
 
@@ -194,7 +189,7 @@ def _expand_mxfp4(blocks: Bytes) -> Floats:
     return np.array(values.astype(mx.float32)).reshape(-1)
 
 
-# By the numbers of GGUF.
+# By GGUF's type number.
 BLOCK_TYPES = {
     0: _floats("F32"),
     1: _floats("F16"),
@@ -209,7 +204,7 @@ BLOCK_TYPES = {
     30: _floats("BF16"),
     39: BlockType("MXFP4", 32, 17, _pack_mxfp4, _expand_mxfp4, Quantization(4, GROUP, "mxfp4")),
 }
-# Types that are not imported, for messages.
+# Types that are not imported, named in messages.
 TYPE_NAMES = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28:

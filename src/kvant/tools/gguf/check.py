@@ -1,4 +1,4 @@
-"""How far an imported model's predictions are from those of the file's own values."""
+"""Measure how far an imported model's predictions are from those of the unconverted values."""
 
 import math
 from pathlib import Path
@@ -25,26 +25,26 @@ TOKENS = 256
 def check_import(path: Path, folder: Path, progress: Progress = lambda done, total: None) -> Figures:
     """Compare the model in ``folder`` with the dense float32 expansion of the file it was imported from.
 
-    Both predict the token after each of 256 tokens of kvant's held-out texts, with exact caches. The
-    expansion is written beside ``folder`` and removed afterwards; it takes four bytes a weight, on disk and
-    in memory.
+    Both predict the next token at 256 positions of kvant's held-out texts, with exact caches. The expansion
+    is written next to ``folder`` and removed afterwards; it takes four bytes per weight, on disk and in
+    memory.
 
     Raises:
-        ConvertError: there is no room for the expansion, on disk or in memory.
+        ConvertError: there is not enough disk space or memory for the expansion.
     """
     tokenizer = load_tokenizer(folder)
     (ids,) = built_in_text(tokenizer, TOKENS, TOKENS).pieces
     raw = {key: value for key, value in read_json(folder / "config.json").items() if key != "quantization"}
-    with open_gguf(path) as file, part_folder(folder) as part:
+    with open_gguf(path) as file, part_folder(folder) as expanded:
         placed = places(file, ModelConfig.from_dict(raw))
         needed = 4 * sum(math.prod(place.tensor.shape) for place in placed)
         if needed > physical_memory():
             memory = format_bytes(physical_memory())
             raise ConvertError(f"the check takes {format_bytes(needed)} of memory; this machine has {memory}")
         check_space(folder.parent, needed)
-        write_json(part / "config.json", raw)
-        write_tensors(file, placed, part, _expand, progress)
-        expected = _predictions(part, ids)
+        write_json(expanded / "config.json", raw)
+        write_tensors(file, placed, expanded, _expand, progress)
+        expected = _predictions(expanded, ids)
     tally = Tally()
     tally.add(expected[:-1], _predictions(folder, ids)[:-1], ids[1:])
     return tally.figures()

@@ -1,4 +1,4 @@
-"""A GGUF file to a model folder: config.json, tokenizer files, generation_config.json and safetensors."""
+"""Import a GGUF file as a model folder: config.json, tokenizer files, generation_config.json, safetensors."""
 
 import json
 from collections import Counter
@@ -22,9 +22,9 @@ from kvant.tools.gguf.layout import Place, places, read_config
 from kvant.tools.gguf.reader import GGUFFile, naming, open_gguf
 from kvant.tools.gguf.tokenizer import build_tokenizer, end_ids
 
-SHARD_BYTES = 2**30  # of a file of tensors; what is held in memory until it is written
-PIECE_VALUES = 2**24  # of a tensor that are converted at once
-MOST_GROWTH = 288 / 210  # of Q6_K, which grows most
+SHARD_BYTES = 2**30  # bytes per file; a shard is in memory until it is written
+PIECE_VALUES = 2**24  # values of a tensor that are converted at once
+MOST_GROWTH = 288 / 210  # Q6_K grows by this factor, more than any other type
 ROUTER = "mlp.gate"  # llama.cpp stores it as float32 in files of every type
 
 Convert = Callable[[GGUFFile, Place], Packed]
@@ -36,25 +36,26 @@ class CensusRow:
 
     kind: str  # its name in GGUF
     tensors: int
-    fidelity: str  # of blocks.Fidelity
+    fidelity: str  # a value of blocks.Fidelity
     bytes_before: int
     bytes_after: int
 
 
 def import_gguf(path: Path, dest: Path, progress: Progress = lambda done, total: None) -> list[CensusRow]:
-    """Turn a GGUF file into a model folder, which appears whole or not at all. Nothing in the file is
-    executed.
+    """Convert a GGUF file to a model folder, which appears complete or not at all.
+
+    Nothing in the file is executed.
 
     Args:
         dest: a new path or an empty folder.
         progress: called with (tensors done, tensors in all).
 
     Returns:
-        What became of the tensors, a row for each type, the largest first.
+        One row per tensor type, the largest first.
 
     Raises:
-        ConvertError: the file or the folder cannot be used; the message names what was found and what was
-            expected.
+        ConvertError: the file or the folder cannot be used; the message names the actual and the expected
+            value.
     """
     dest = check_new(dest)
     with open_gguf(path) as file:
@@ -79,32 +80,32 @@ def _text_files(file: GGUFFile, raw: dict[str, Any]) -> dict[str, Any]:
     count, rows = len(tokenizer["model"]["vocab"]), raw["vocab_size"]
     if count > rows:
         raise ConvertError(f"tokenizer.ggml.tokens has {count} tokens; the embedding has {rows} rows")
-    found = {"tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config, "config.json": raw}
+    files = {"tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config, "config.json": raw}
     if ends := end_ids(file.metadata):
         raw["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-        found["generation_config.json"] = {"eos_token_id": raw["eos_token_id"]}
-    return found
+        files["generation_config.json"] = {"eos_token_id": raw["eos_token_id"]}
+    return files
 
 
 def _quantization(placed: list[Place]) -> dict[str, Any]:
-    """Return the key of config.json: the commonest format for every matrix, and the modules that differ."""
+    """Return config.json's ``quantization``: the most common format, and the modules that differ."""
     matrices = [place for place in placed if len(place.tensor.shape) > 1]
     formats = {place.module: place.tensor.kind.quantization for place in matrices}
-    found = Counter(form for form in formats.values() if form is not None)
-    if not found:
+    counts = Counter(form for form in formats.values() if form is not None)
+    if not counts:
         return {}
-    common = found.most_common(1)[0][0]
+    common = counts.most_common(1)[0][0]
     others = {module: form for module, form in formats.items() if form != common}
-    # false: floating point
+    # false means floating point
     overrides = {module: False if form is None else form.form for module, form in others.items()}
     return {"quantization": {**common.form, **overrides}}
 
 
 def _float_dtype(placed: list[Place]) -> mx.Dtype:
-    """Return the dtype for tensors that the file has in float32 if it holds them exactly.
+    """Return the dtype to which float32 tensors are narrowed if that is exact.
 
-    llama.cpp stores norms as float32 whatever dtype the model has, and the last one's dtype is that of
-    activations.
+    llama.cpp stores norms as float32 whatever the model's dtype is, and the last norm's dtype becomes that of
+    the activations.
     """
     matrices = (
         place for place in placed if len(place.tensor.shape) > 1 and not place.module.endswith(ROUTER)
@@ -116,9 +117,7 @@ def _float_dtype(placed: list[Place]) -> mx.Dtype:
 def write_tensors(
     file: GGUFFile, placed: list[Place], folder: Path, convert: Convert, progress: Progress
 ) -> dict[str, int]:
-    """Write converted tensors in shards, one at a time in memory; return the new bytes of each tensor by
-    its name.
-    """
+    """Write converted tensors shard by shard, one shard in memory; return each tensor's new size in bytes."""
     shards = _shards(placed)
     sizes: dict[str, int] = {}
     index: dict[str, str] = {}
@@ -133,9 +132,9 @@ def write_tensors(
             except ValueError as error:
                 raise ConvertError(f"tensor {place.tensor.name} {error}") from error
             sizes[place.tensor.name] = sum(array.nbytes for array in converted.values())
-            for part, array in converted.items():
+            for key, array in converted.items():
                 shaped = array.reshape(*place.tensor.shape[:-1], -1)
-                name = f"{place.module}.{place.part if part == 'weight' else part}"
+                name = f"{place.module}.{place.suffix if key == 'weight' else key}"
                 arrays[name] = _in_order(shaped, place.interleaved_heads)
             progress(len(sizes), len(placed))
         mx.save_safetensors(str(folder / file_name), arrays, {"format": "mlx"})
@@ -159,22 +158,22 @@ def _shards(placed: list[Place]) -> list[list[Place]]:
 
 
 def _pack(floats: mx.Dtype, file: GGUFFile, place: Place) -> Packed:
-    """Convert a tensor to MLX's form, piece by piece; float32 to ``floats`` if that is exact."""
+    """Convert a tensor to MLX's format, piece by piece; float32 to ``floats`` if that is exact."""
     tensor = place.tensor
     step = PIECE_VALUES // tensor.kind.size
     starts = range(0, tensor.nbytes // tensor.kind.nbytes, step)
-    with np.errstate(invalid="ignore"):  # of a scale that is no number, which is refused then
+    with np.errstate(invalid="ignore"):  # a NaN scale, which pack refuses
         pieces = [tensor.kind.pack(file.blocks(tensor, start, step)) for start in starts]
-    found = {part: mx.concatenate([piece[part] for piece in pieces]) for part in pieces[0]}
+    packed = {key: mx.concatenate([piece[key] for piece in pieces]) for key in pieces[0]}
     if tensor.kind.name == "F32":
-        narrow = found["weight"].astype(floats)
-        if mx.array_equal(narrow.astype(mx.float32), found["weight"]):
-            found["weight"] = narrow
-    return found
+        narrow = packed["weight"].astype(floats)
+        if mx.array_equal(narrow.astype(mx.float32), packed["weight"]):
+            packed["weight"] = narrow
+    return packed
 
 
 def _in_order(array: mx.array, heads: int) -> mx.array:
-    """Undo the interleaving of a head's rows: pair p is rows 2p and 2p + 1 there, p and p + D/2 here."""
+    """Undo the interleaving of a head's rows: rows 2p and 2p + 1 of the file are p and p + D/2 here."""
     if heads == 0:
         return array
     rows = array.reshape(heads, -1, 2, *array.shape[1:])  # (H * D, ...) -> (H, D/2, 2, ...)
@@ -184,11 +183,10 @@ def _in_order(array: mx.array, heads: int) -> mx.array:
 def _census(placed: list[Place], after: Mapping[str, int]) -> list[CensusRow]:
     rows = []
     for kind in {place.tensor.kind.name: place.tensor.kind for place in placed}.values():
-        own = [place.tensor for place in placed if place.tensor.kind is kind]
-        before = sum(tensor.nbytes for tensor in own)
-        rows.append(
-            CensusRow(kind.name, len(own), kind.fidelity, before, sum(after[tensor.name] for tensor in own))
-        )
+        tensors = [place.tensor for place in placed if place.tensor.kind is kind]
+        bytes_before = sum(tensor.nbytes for tensor in tensors)
+        bytes_after = sum(after[tensor.name] for tensor in tensors)
+        rows.append(CensusRow(kind.name, len(tensors), kind.fidelity, bytes_before, bytes_after))
     return sorted(rows, key=lambda row: -row.bytes_before)
 
 

@@ -1,7 +1,7 @@
-"""What a GGUF file's metadata and tensor names mean: a config.json, and the parameter of each tensor.
+"""Translate a GGUF file's metadata to config.json, and its tensor names to parameter names.
 
-Names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py (Keys, TENSOR_NAMES). A key
-that would change the computation and that nothing here reads is refused.
+Names: https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py (Keys, TENSOR_NAMES). A
+metadata key that would change the computation and is not read here is refused.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ from kvant.tools.gguf.reader import GGUFFile, GGUFTensor
 
 Json = dict[str, Any]
 
-# general.architecture -> model_type. The files of the first have the rows of q and k in another order.
+# general.architecture -> model_type. Files of the first one store the rows of q and k in another order.
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 INTERLEAVED = ("llama",)
-# A parameter's path in the table -> its stem in the file; of a layer's parameters behind "blk.N.".
+# A parameter's path in the architecture table -> its stem in the file; layers' stems follow "blk.N.".
 STEMS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -41,12 +41,12 @@ STEMS = {
     "mlp.switch_mlp.up_proj": "ffn_up_exps",
     "mlp.switch_mlp.down_proj": "ffn_down_exps",
 }
-ROPE_FACTORS = "rope_freqs.weight"  # of each pair of a head, what its frequency is divided by
-LLAMA3_FACTORS = (8.0, 32.0)  # of Llama 3.1 and 3.2; their other numbers are the same
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequency of each pair in a head
+LLAMA3_FACTORS = (8.0, 32.0)  # Llama 3.1's and 3.2's; their other settings are the same
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
 LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_CONTEXT: 8192}
 
-# Keys behind the architecture's name, and what they are called in config.json.
+# Metadata keys, without the architecture's prefix, and their names in config.json.
 HIDDEN, HEADS = "embedding_length", "attention.head_count"
 SIZES = {
     HIDDEN: "hidden_size",
@@ -62,10 +62,10 @@ EXPERT_SIZES = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 KV_HEADS, HEAD_DIM, THETA = "attention.head_count_kv", "attention.key_length", "rope.freq_base"
-# equal to HEAD_DIM in the models that are imported
+# must equal HEAD_DIM
 WIDTHS = ("attention.value_length", "rope.dimension_count")
 SCALING, FACTOR, ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
-# Read if they are there, or without effect on what is computed.
+# Read if present, or without effect on the computation.
 OPTIONAL = (
     KV_HEADS,
     HEAD_DIM,
@@ -81,19 +81,19 @@ OPTIONAL = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of the file goes."""
+    """The parameter that a tensor of the file becomes."""
 
     tensor: GGUFTensor
-    module: str  # its path in the checkpoint, such as model.layers.0.self_attn.q_proj
-    part: str  # "weight" or "bias"
-    interleaved_heads: int  # whose rows lie interleaved in the file; 0: the rows are in order
+    module: str  # the module's path in the checkpoint, such as model.layers.0.self_attn.q_proj
+    suffix: str  # "weight" or "bias"
+    interleaved_heads: int  # heads whose rows are interleaved in the file; 0: the rows are in order
 
 
 def read_config(file: GGUFFile) -> Json:
-    """Return the model's config.json, without its quantization.
+    """Return the model's config.json, without the quantization.
 
     Raises:
-        ConvertError: an architecture, a setting or a kind of rope that is not imported, by name.
+        ConvertError: the file has an architecture, setting or rope type that kvant does not import.
     """
     metadata = file.metadata
     kind = metadata.get("general.architecture")
@@ -104,53 +104,52 @@ def read_config(file: GGUFFile) -> Json:
             f"split.count is {metadata['split.count']}; expected one file (llama-gguf-split --merge)"
         )
     table = ARCHITECTURES[MODEL_TYPES[kind]]
-    own = {
-        key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")
-    }
+    prefix = f"{kind}."
+    settings = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     sizes = SIZES | (EXPERT_SIZES if table.experts else {})
-    for key, value in own.items():
+    for key, value in settings.items():
         if key not in sizes and key not in OPTIONAL:
             raise ConvertError(f"{kind}.{key} is {str(value)[:40]}, a setting that kvant does not import")
     for key in sizes:
-        if key not in own:
+        if key not in settings:
             raise ConvertError(f"{kind}.{key} is missing")
-    heads, hidden = own[HEADS], own[HIDDEN]
+    heads, hidden = settings[HEADS], settings[HIDDEN]
     if not all(type(size) is int and size > 0 for size in (heads, hidden)):
         raise ConvertError(f"{kind}.{HEADS} is {str(heads)[:40]}; expected one number for every layer")
-    head_dim = own.get(HEAD_DIM, hidden // heads)
+    head_dim = settings.get(HEAD_DIM, hidden // heads)
     for key in WIDTHS:
-        if own.get(key, head_dim) != head_dim:
+        if settings.get(key, head_dim) != head_dim:
             raise ConvertError(
-                f"{kind}.{key} is {str(own[key])[:40]}; expected the width of a key, {head_dim}"
+                f"{kind}.{key} is {str(settings[key])[:40]}; expected the width of a key, {head_dim}"
             )
     config = {
         "model_type": table.model_type,
         "architectures": [table.name],
-        **{name: _shortest(own[key]) for key, name in sizes.items()},
-        "num_key_value_heads": own.get(KV_HEADS, heads),
+        **{name: _shortest(settings[key]) for key, name in sizes.items()},
+        "num_key_value_heads": settings.get(KV_HEADS, heads),
         "head_dim": head_dim,
-        "rope_theta": _shortest(own.get(THETA, 10000.0)),
+        "rope_theta": _shortest(settings.get(THETA, 10000.0)),
         "vocab_size": _tensor(file, f"{STEMS['model.embed_tokens']}.weight").shape[0],
         "tie_word_embeddings": f"{STEMS['lm_head']}.weight" not in file.tensors,
         "hidden_act": "silu",
     }
     if table.experts:
-        config["norm_topk_prob"] = True  # llama.cpp always does
+        config["norm_topk_prob"] = True  # llama.cpp always normalizes
     for row in table.layer:
         if row.bias in table.optional_biases and f"blk.0.{STEMS[row.path]}.bias" in file.tensors:
             config[row.bias] = True
-    if scaling := _rope_scaling(file, own, kind, config):
+    if scaling := _rope_scaling(file, settings, kind, config):
         config["rope_scaling"] = scaling
     return config
 
 
 def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
-    """Find the place of every tensor of the file, and a tensor for every parameter of the architecture.
+    """Map every tensor of the file to a parameter, and check that every parameter has a tensor.
 
     Raises:
-        ConvertError: a tensor that is missing, has another shape or type, or has no place.
+        ConvertError: a tensor is missing, has another shape or type, or belongs to no parameter.
     """
-    found: list[Place] = []
+    mapped: list[Place] = []
     left = {*file.tensors}
     if config.rope.kind == "llama3":
         left.discard(ROPE_FACTORS)
@@ -165,11 +164,11 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
             continue
         stem = STEMS[row.path] if layer is None else f"blk.{layer}.{STEMS[row.path]}"
         shape = config.shape(row)
-        parts = {"weight": shape}
+        shapes = {"weight": shape}
         if row.bias in config.biases:
-            parts["bias"] = shape[:1]
-        for part, expected in parts.items():
-            name = f"{stem}.{part}"
+            shapes["bias"] = shape[:1]
+        for suffix, expected in shapes.items():
+            name = f"{stem}.{suffix}"
             tensor = _tensor(file, name)
             if tensor.shape != expected:
                 raise ConvertError(f"tensor {name} is {tensor.shape}; expected {expected}")
@@ -178,10 +177,10 @@ def places(file: GGUFFile, config: ModelConfig) -> list[Place]:
                     f"tensor {name} is {tensor.kind.name}; expected floats for a bias or a norm"
                 )
             left.discard(name)
-            found.append(Place(tensor, module, part, heads.get(row.path, 0)))
+            mapped.append(Place(tensor, module, suffix, heads.get(row.path, 0)))
     if left:
-        raise ConvertError(f"tensor {min(left)[:80]!r} is none of a {config.model_type} model's")
-    return found
+        raise ConvertError(f"tensor {min(left)[:80]!r} does not belong to a {config.model_type} model")
+    return mapped
 
 
 def _tensor(file: GGUFFile, name: str) -> GGUFTensor:
@@ -191,30 +190,30 @@ def _tensor(file: GGUFFile, name: str) -> GGUFTensor:
 
 
 def _shortest(value: Any) -> Any:
-    """Return the shortest number that is the same float32: 1e-05 rather than 9.99999974738e-06."""
+    """Return the shortest float that rounds to the same float32: 1e-05 rather than 9.99999974738e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _rope_scaling(file: GGUFFile, own: Mapping[str, Any], kind: str, config: Json) -> Json | None:
-    scaling = own.get(SCALING, "none")
+def _rope_scaling(file: GGUFFile, options: Mapping[str, Any], kind: str, config: Json) -> Json | None:
+    scaling = options.get(SCALING, "none")
     if scaling == "none":
         return _llama3_scaling(file, config) if ROPE_FACTORS in file.tensors else None
-    settings = {"rope_type": scaling, "factor": _shortest(own.get(FACTOR))}
+    settings = {"rope_type": scaling, "factor": _shortest(options.get(FACTOR))}
     if scaling == "linear":
         return settings
     if scaling == "yarn":
-        return settings | {ORIGINAL_CONTEXT: own.get(ORIGINAL, config["max_position_embeddings"])}
+        return settings | {ORIGINAL_CONTEXT: options.get(ORIGINAL, config["max_position_embeddings"])}
     raise ConvertError(f"{kind}.{SCALING} is {str(scaling)[:40]!r}; expected none, linear or yarn")
 
 
 def _llama3_scaling(file: GGUFFile, config: Json) -> Json:
-    """Find the settings of Llama 3's kind whose divisors of frequencies are those that the file lists."""
+    """Find the settings of Llama 3's rope scaling that give the frequency divisors the file lists."""
     tensor = file.tensors[ROPE_FACTORS]
     plain = ModelConfig.from_dict(config)
     head_dim = plain.head_dim
     if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):
         raise ConvertError(
-            f"tensor {ROPE_FACTORS} is {tensor.kind.name} {tensor.shape}; expected a float32 a pair"
+            f"tensor {ROPE_FACTORS} is {tensor.kind.name} {tensor.shape}; expected one float32 per pair"
         )
     listed = file.blocks(tensor).reshape(-1).view(np.float32)
     frequencies = np.array(plain.rope.frequencies(head_dim))
@@ -224,5 +223,5 @@ def _llama3_scaling(file: GGUFFile, config: Json) -> Json:
         if np.allclose(frequencies / np.array(scaled), listed, rtol=1e-4):
             return settings
     raise ConvertError(
-        f"tensor {ROPE_FACTORS} is no scaling of Llama 3's that kvant knows; factors 8 and 32 are"
+        f"tensor {ROPE_FACTORS} matches no known scaling of Llama 3; kvant knows factors 8 and 32"
     )

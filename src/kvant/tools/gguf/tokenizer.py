@@ -1,8 +1,8 @@
-"""A GGUF file's vocabulary as tokenizer.json and tokenizer_config.json.
+"""Convert a GGUF file's vocabulary to tokenizer.json and tokenizer_config.json.
 
-Two kinds are imported: ``gpt2``, byte-level byte pair encoding with merges, and ``llama``, SentencePiece's
-pieces with scores. How text is split before byte pair encoding is not in the file: ``tokenizer.ggml.pre`` is
-only a name, so ``SPLITS`` has the regular expressions of the names that are imported. They are those of the
+Two kinds are imported: ``gpt2``, byte-level byte pair encoding with merges, and ``llama``, SentencePiece
+pieces with scores. The file does not say how text is split before byte pair encoding: ``tokenizer.ggml.pre``
+is only a name, so ``SPLITS`` has the regular expressions for the names that are imported, from the
 tokenizer.json files that the models' authors publish.
 """
 
@@ -13,8 +13,7 @@ from kvant.errors import ConvertError
 
 Json = dict[str, Any]
 
-# Contractions, words, numbers, punctuation with line ends, line ends, spaces; numbers differ from family to
-# family.
+# Contractions, words, numbers, punctuation with line ends, line ends, spaces. Families differ in numbers.
 _FAMILY = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|NUMBERS| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,7 +26,7 @@ TEKKEN = (
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-GPT2: Json = {**BYTES, "use_regex": True}  # its regular expression is tokenizers' own
+GPT2: Json = {**BYTES, "use_regex": True}  # tokenizers has its regular expression built in
 
 
 def _split(pattern: str) -> Json:
@@ -42,24 +41,24 @@ SPLITS: dict[str, list[Json]] = {
     "qwen2": [_split(QWEN2), BYTES],
     "tekken": [_split(TEKKEN), BYTES],
 }
-# A word that is a token is not merged anew; and a text begins with the beginning-of-text token unless the
-# file says no.
+# A word that is itself a token is not split and merged again, and texts begin with the beginning-of-text
+# token unless the file says otherwise.
 WHOLE_TOKENS = ("llama-bpe", "tekken")
 NFC = ("qwen2",)
-MAX_PIECE = 256  # characters of a SentencePiece token, each cut of which may be a merge
+MAX_PIECE = 256  # characters of a SentencePiece token; each position in it may be a merge
 SPACE = "▁"  # SentencePiece's
 # tokenizer.ggml.token_type; 5 is an unused token
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
-NOT_MERGED = (UNKNOWN, CONTROL, BYTE)  # no text is made of these, however it is spelled
+NOT_MERGED = (UNKNOWN, CONTROL, BYTE)  # never produced from ordinary text
 NAMED = {  # in tokenizer_config.json -> the key of its id
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# The ends of an answer: keys of ids, and tokens that are ends in whatever model has them. Many files name
-# only one.
+# Tokens that end an answer: metadata keys of ids, and tokens that end one in any model. Many files name only
+# one.
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|endoftext|>")
 TEMPLATE = "tokenizer.chat_template"
@@ -69,8 +68,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
     """Return tokenizer.json and tokenizer_config.json.
 
     Raises:
-        ConvertError: a kind of vocabulary or of splitting that is not imported, or one that contradicts
-            itself.
+        ConvertError: the kind of vocabulary or splitting is not imported, or the metadata contradicts itself.
     """
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_pairs, "llama": _sentence_pieces}
@@ -80,7 +78,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
     if len({*tokens}) < len(tokens):
         raise ConvertError("tokenizer.ggml.tokens has a token twice")
     if metadata.get("tokenizer.ggml.add_eos_token"):
-        raise ConvertError("tokenizer.ggml.add_eos_token is true; expected a model whose prompts go on")
+        raise ConvertError("tokenizer.ggml.add_eos_token is true; expected a model that continues its prompt")
     raw = {"version": "1.0", **builders[kind](metadata, tokens)}
     raw["model"] |= {"type": "BPE", "vocab": {token: number for number, token in enumerate(tokens)}}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -108,10 +106,8 @@ def end_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the ids that end an answer, for generation_config.json."""
     tokens = _texts(metadata, "tokens")
     types = _types(metadata, tokens)
-    found = {number for key in END_KEYS if (number := _id(metadata, key, tokens)) is not None}
-    return sorted(
-        found | {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL}
-    )
+    ids = {number for key in END_KEYS if (number := _id(metadata, key, tokens)) is not None}
+    return sorted(ids | {i for i, token in enumerate(tokens) if token in END_TOKENS and types[i] == CONTROL})
 
 
 def _byte_pairs(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
@@ -161,19 +157,18 @@ def _sentence_pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Json:
 
 
 def _merges_by_score(tokens: list[str], scores: list[float], types: list[float]) -> list[list[str]]:
-    """Rebuild the merges of SentencePiece's byte pair encoding, which joins the pair whose piece has the best
-    score.
+    """Rebuild the merges of SentencePiece's byte pair encoding, which prefers the piece with the best score.
 
-    Pairs of one piece go in the order of their parts' ids.
+    Pairs that make the same piece are ordered by their ids.
     """
     ids = {token: number for number, token in enumerate(tokens) if types[number] not in NOT_MERGED}
-    found: list[tuple[float, list[tuple[int, int]]]] = []
+    scored: list[tuple[float, list[tuple[int, int]]]] = []
     for token, number in ids.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
         pairs = sorted((ids[left], ids[right]) for left, right in cuts if left in ids and right in ids)
-        found.append((scores[number], pairs))
-    found.sort(key=lambda entry: -entry[0])  # stable: equal scores stay in the order of the vocabulary
-    return [[tokens[left], tokens[right]] for _, pairs in found for left, right in pairs]
+        scored.append((scores[number], pairs))
+    scored.sort(key=lambda entry: -entry[0])  # stable: equal scores stay in the order of the vocabulary
+    return [[tokens[left], tokens[right]] for _, pairs in scored for left, right in pairs]
 
 
 def _put_before(token: str, number: int) -> Json:
@@ -189,7 +184,7 @@ def _put_before(token: str, number: int) -> Json:
 
 
 def _templates(metadata: Mapping[str, Any]) -> str | list[Json]:
-    """Return the chat template, or all of them by name if there are several."""
+    """Return the chat template, or a list of named templates if there are several."""
     keys = [key for key in metadata if key == TEMPLATE or key.startswith(f"{TEMPLATE}.")]
     if not all(isinstance(metadata[key], str) for key in keys):
         raise ConvertError(f"{TEMPLATE} is not text")
@@ -205,17 +200,21 @@ def _templates(metadata: Mapping[str, Any]) -> str | list[Json]:
 
 
 def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
-    found = metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ConvertError(f"tokenizer.ggml.{key} is no list of texts")
-    return found
+    texts = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConvertError(f"tokenizer.ggml.{key} is not a list of texts")
+    return texts
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[float]:
-    found = metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(found, list) or len(found) != count or any(isinstance(number, str) for number in found):
+    numbers = metadata.get(f"tokenizer.ggml.{key}")
+    if (
+        not isinstance(numbers, list)
+        or len(numbers) != count
+        or any(isinstance(number, str) for number in numbers)
+    ):
         raise ConvertError(f"tokenizer.ggml.{key} does not list one number for each of {count} tokens")
-    return found
+    return numbers
 
 
 def _types(metadata: Mapping[str, Any], tokens: list[str]) -> list[float]:

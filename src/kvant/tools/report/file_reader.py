@@ -1,4 +1,4 @@
-"""A cache format of llama.cpp, whose predictions a file has."""
+"""A cache format of llama.cpp, represented by a file of its predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from kvant.tools.report.runs import STEP_SIZE, logits_at_once
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """The format of the cache that llama-perplexity had when it wrote a file, which does not say it."""
+    """The cache format with which llama-perplexity wrote a file. The file does not name it."""
 
     path: Path
     kv_bits: None = None
@@ -26,12 +26,12 @@ class FileFormat:
 
 
 class FileReader:
-    """Gives a file's predictions in place of reading the text; those that the file lacks are zeros."""
+    """Return a file's predictions instead of reading the text; those that the file lacks are zeros."""
 
-    nbytes = 0  # not known
+    nbytes = 0  # unknown
 
     def __init__(self, file: Reference, expected: Reference) -> None:
-        """``expected``: what the predictions are compared with."""
+        """``expected``: the predictions with which the file's are compared."""
         self.vocab_size = file.vocabulary
         self.step_size = min(STEP_SIZE, logits_at_once(file.vocabulary))
         self._file = file
@@ -39,7 +39,7 @@ class FileReader:
         self.begin(0)
 
     def begin(self, piece: int) -> None:
-        self._place = 0  # in the piece
+        self._place = 0  # position in the piece
         self._rows = self._file.comparable_rows(self._expected.rows(piece), piece)
 
     def read(self, ids: Sequence[int]) -> mx.array:

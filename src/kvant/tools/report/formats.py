@@ -1,4 +1,4 @@
-"""Cache formats: how the report names them, which a model can have, and their caches."""
+"""Cache formats: their names in the report, which ones fit a model, and their caches."""
 
 import math
 import re
@@ -20,27 +20,27 @@ NOTATION = (
 )
 DEFAULT_BITS = (8, 4)
 DEFAULT_GROUPS = (32, 64)
-MANY = 2**24  # tokens; more than any window
+MANY = 2**24  # tokens; more than any window has
 
 _PATTERN = re.compile(
     rf"(?P<bits>{'|'.join(_BITS)})g(?P<group>\d{{1,6}})(?P<whole>:nosplit)?(?P<pmx>:pmx)?(?P<tail>:tail|:notail)?"
 )
-TAILS = {None: None, ":tail": True, ":notail": False}  # by the suffix: CacheOptions' ``tail``
+TAILS = {None: None, ":tail": True, ":notail": False}  # suffix -> ``tail`` of CacheOptions
 
 
 class Format(Protocol):
-    """How a cache stores tokens, as the report names it."""
+    """How a cache stores tokens."""
 
     @property
     def label(self) -> str: ...
 
     @property
     def flags(self) -> str:
-        """The flags of the command that uses it."""
+        """The command-line flags that select it."""
 
     @property
     def kv_bits(self) -> int | None:
-        """None: not known."""
+        """None if unknown."""
 
     @property
     def kv_group_size(self) -> int | None: ...
@@ -50,11 +50,11 @@ class Format(Protocol):
 
 
 class CacheFormat(CacheOptions):
-    """Options of a cache, with their name in the report."""
+    """Cache options with their name in the report."""
 
     @property
     def label(self) -> str:
-        """The format as it is given: 8g32, 4g32:nosplit, 4g32:pmx, 0, or the name of its file."""
+        """The format as ``--formats`` names it: 8g32, 4g32:nosplit, 4g32:pmx, 0, or its file's name."""
         if self.kv_format is not None:
             return Path(self.kv_format.path).name or "tuned"
         whole = "" if self.bias_split else ":nosplit"
@@ -64,7 +64,7 @@ class CacheFormat(CacheOptions):
 
     @property
     def flags(self) -> str:
-        """The flags with which ``kvant generate`` and ``kvant chat`` use it."""
+        """The flags of ``kvant generate`` and ``kvant chat`` that select it."""
         if self.kv_format is not None:
             return f"--kv-format {self.kv_format.path}"
         if not self.kv_bits:
@@ -78,13 +78,11 @@ class CacheFormat(CacheOptions):
         return model.reserve_cache(max_seq_len, self)
 
     def marginal_bytes(self, model: LanguageModel) -> int:
-        """Bytes that each token more takes in all layers; bytes that do not grow with the tokens are left
-        out.
-        """
+        """Return the bytes that each further token takes in all layers, without any fixed size."""
         if isinstance(model, Decoder):
             one, two = (self.make_cache(model, tokens).nbytes for tokens in (1, 2))
             return two - one
-        from kvant.bridge.model import BridgedModel  # there already: the model is mlx-lm's
+        from kvant.bridge.model import BridgedModel  # already imported, since the model is mlx-lm's
         from kvant.bridge.pool import pool_needs
 
         assert isinstance(model, BridgedModel)
@@ -92,15 +90,15 @@ class CacheFormat(CacheOptions):
         return two - one
 
 
-# Every format is compared with it: keys and values as the model computes them, in the compute dtype.
+# Every format is compared with this one: keys and values as the model computes them, in the compute dtype.
 REFERENCE = CacheFormat(0, bias_split=False)
 
 
 def parse_formats(text: str) -> list[CacheFormat]:
-    """Formats between commas, each once."""
-    found: list[CacheFormat] = []
-    for part in text.split(","):
-        name = part.strip()
+    """Parse distinct formats separated by commas."""
+    formats: list[CacheFormat] = []
+    for item in text.split(","):
+        name = item.strip()
         match = _PATTERN.fullmatch(name)
         if name == "0":
             parsed = REFERENCE
@@ -111,15 +109,15 @@ def parse_formats(text: str) -> list[CacheFormat]:
             parsed = CacheFormat(bits, int(match["group"]), split, rotates=rotates, tail=TAILS[match["tail"]])
         else:
             raise ValueError(f"format {name[:40]!r} is unknown; expected {NOTATION}")
-        if parsed in found:
+        if parsed in formats:
             raise ValueError(f"format {parsed.label} is there twice")
-        found.append(parsed)
-    return found
+        formats.append(parsed)
+    return formats
 
 
 def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
-    """Raise a ValueError that names the format a model's cache cannot have."""
-    # the heads of a bridged model may differ; its cache cuts a group to fit them all
+    """Raise a ValueError that names the first format that does not fit the model."""
+    # a bridged model's heads may differ; its cache reduces the group size to fit each of them
     for candidate in formats:
         head_dim = model.config.head_dim if isinstance(model, Decoder) else candidate.group_size
         try:
@@ -127,7 +125,7 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
         except ValueError as error:
             raise ValueError(f"format {candidate.label}: {error}") from error
         if candidate.kv_format is not None:
-            candidate.make_cache(model, 1)  # a format of another model is refused
+            candidate.make_cache(model, 1)  # raises if the format belongs to another model
         if candidate.kv_bits and not candidate.bias_split and not has_bias(model):
             raise ValueError(
                 f"format {candidate.label}: the model's keys and values have no bias to split off"
@@ -135,12 +133,10 @@ def check_formats(formats: Sequence[CacheFormat], model: LanguageModel) -> None:
 
 
 def default_formats(model: LanguageModel) -> list[CacheFormat]:
-    """8 and 4 bits in groups of 32 and 64, or one that fits; with and without the bias split if there is a
-    bias.
-    """
+    """Return 8 and 4 bits in groups of 32 and 64 or one that fits, with and without a possible bias split."""
     if not isinstance(model, Decoder):
         formats = [CacheFormat(bits, group) for bits in DEFAULT_BITS for group in DEFAULT_GROUPS]
-        # A group that does not divide a width is cut: if that leaves the same cache, it is measured once.
+        # Groups are reduced to divide each width; of formats that then use equal bytes, measure one.
         distinct = {candidate.marginal_bytes(model): candidate for candidate in reversed(formats)}
         return list(distinct.values())[::-1]
     head_dim = model.config.head_dim
@@ -152,5 +148,5 @@ def default_formats(model: LanguageModel) -> list[CacheFormat]:
 
 
 def has_bias(model: LanguageModel) -> bool:
-    """Whether keys and values have biases that a cache can do without."""
+    """Whether keys and values have biases that can be stored outside the cache."""
     return isinstance(model, Decoder) and any(layer.self_attn.qkv_bias is not None for layer in model.layers)

@@ -1,4 +1,4 @@
-"""One run of the report: every format's figures."""
+"""Measure the figures of every format in one run of the report."""
 
 import math
 from collections.abc import Sequence
@@ -25,22 +25,22 @@ from kvant.tools.report.runs import (
 from kvant.tools.report.texts import Dialogue, Text
 
 LEGS = ("prefill", "decode")
-LAYER_TOKENS = 1024  # of the first piece, for the layers' errors
+LAYER_TOKENS = 1024  # tokens of the first piece that are used for layer errors
 DECODED = 256  # tokens read one by one
-LEAST_TOKENS = 8  # of a first piece, of which both legs have some
+LEAST_TOKENS = 8  # of the first piece, so that both legs have some
 
 
 @dataclass(frozen=True, slots=True)
 class FormatResult:
     format: Format
-    bytes_per_token: int  # of the cache, divided by the tokens it is reserved for; 0: not known
-    prefill: Figures  # of the text read in chunks, against the reference
-    decode: Figures  # of the tokens read one by one
-    # The attention's relative error in each layer, given that layer's inputs without quantization; zeros for
-    # the reference, by definition. Empty for models and formats of mlx-lm.
+    bytes_per_token: int  # the cache's bytes divided by its reserved tokens; 0 if unknown
+    prefill: Figures  # for text read in chunks, against the reference
+    decode: Figures  # for tokens read one by one
+    # Relative error of each layer's attention, computed from that layer's unquantized inputs. Zeros for the
+    # reference; empty for mlx-lm's models and formats.
     layer_errors: list[float]
-    recalled: list[bool]  # each answer of the recall questions was exact; empty if none was asked
-    # the same, of those whose facts were read from pages that another sequence had filled
+    recalled: list[bool]  # whether each answer to a recall question was exact; empty if there are none
+    # the same for questions whose facts were read from pages that another sequence had filled
     after_hit: list[bool]
 
     @property
@@ -51,13 +51,13 @@ class FormatResult:
 @dataclass(frozen=True, slots=True)
 class Report:
     model: str
-    dtype: str  # of activations and of the reference's cache
+    dtype: str  # the dtype of activations and of the reference's cache
     text: Text
-    reserved: int  # tokens, in each cache
+    reserved: int  # tokens reserved in each cache
     prompt: int  # tokens before those that are read one by one
-    reference: FormatResult  # without quantization, keys and values as the model computes them
-    compared_with: str  # the file of another engine's predictions; "": those of the reference
-    results: list[FormatResult]  # of the formats asked for, in their order; then mlx-lm's and llama.cpp's
+    reference: FormatResult  # unquantized: keys and values as the model computes them
+    compared_with: str  # the file of another engine's predictions; "": the reference's are used
+    results: list[FormatResult]  # the requested formats in order, then mlx-lm's and llama.cpp's
     environment: Environment
 
 
@@ -79,13 +79,13 @@ def measure(
 
     Args:
         formats: checked by ``check_formats``; the reference among them is not measured twice.
-        decoded: tokens to read one by one, at the end of the first piece; at most a quarter of it is.
-        reserved: tokens to reserve caches for; None, or too few: those of the first piece.
-        recall: those that are longer than the reservation are not asked.
-        others: predictions of another engine, which all formats are compared with, on its ``text``.
-        mlx_lm: the model's folder, from which mlx-lm loads it, to measure mlx-lm's formats too.
-        files: further predictions of another engine on that text, to compare with ``others``.
-        progress: called with (tokens fed, tokens to be fed), through all caches.
+        decoded: tokens to read one by one, at the end of the first piece; at most a quarter of the piece.
+        reserved: tokens to reserve in each cache, at least those of the first piece; None: only those.
+        recall: dialogues with questions; those longer than the reservation are skipped.
+        others: another engine's predictions on ``text``, with which all formats are compared.
+        mlx_lm: the model's folder, to measure mlx-lm's formats too.
+        files: further predictions of another engine on the text, to compare with ``others``.
+        progress: called with (tokens fed, tokens in all), summed over all caches.
     """
     measured = [f for f in formats if f != REFERENCE]
     first = text.pieces[0]
@@ -111,18 +111,18 @@ def measure(
         progress(done, total)
 
     progress(0, total)
-    own = {f: CacheReader(model, f.make_cache(model, reserved)) for f in (REFERENCE, *measured)}
-    named: list[Format] = [*own, *theirs]
-    readers: list[Reader] = [*own.values(), *theirs.values()]
+    ours = {f: CacheReader(model, f.make_cache(model, reserved)) for f in (REFERENCE, *measured)}
+    named: list[Format] = [*ours, *theirs]
+    readers: list[Reader] = [*ours.values(), *theirs.values()]
     prefill, decode = read_legs(readers, text, decoded, others=others, fed=fed)
     errors: dict[Format, list[float]] = {REFERENCE: [0.0] * len(layers)}
     for split in splits:
         assert isinstance(model, Decoder)
         exact = CacheFormat(0, bias_split=split).make_cache(model, len(first[:LAYER_TOKENS]))
-        caches = {f: own[f].cache for f in measured if f.bias_split == split}
-        found = layer_errors(model, first[:LAYER_TOKENS], exact, list(caches.values()), fed=fed)
-        errors |= zip(caches, found, strict=True)
-    hits: dict[Format, list[bool]] = {f: answer_after_hit(model, f, recall, fed=fed) for f in own}
+        caches = {f: ours[f].cache for f in measured if f.bias_split == split}
+        split_errors = layer_errors(model, first[:LAYER_TOKENS], exact, list(caches.values()), fed=fed)
+        errors |= zip(caches, split_errors, strict=True)
+    hits: dict[Format, list[bool]] = {f: answer_after_hit(model, f, recall, fed=fed) for f in ours}
     results = [
         FormatResult(
             format=f,
@@ -150,9 +150,7 @@ def measure(
 
 
 def figures_json(report: Report) -> dict[str, Any]:
-    """The report as one JSON object; an infinite figure is null, beside a count of predictions that are
-    not finite.
-    """
+    """Return the report as a JSON object. Infinite figures become null; ``non_finite`` counts predictions."""
     text = report.text
     pieces = {"pieces": len(text.pieces), "tokens_left_out": text.left_out}
     return {

@@ -1,4 +1,4 @@
-"""mlx-lm's quantized caches, read through mlx-lm's own model."""
+"""Read text through mlx-lm's quantized caches with mlx-lm's own model."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ MLX_LM = "mlx-lm"
 
 @dataclass(frozen=True, slots=True)
 class MlxLmFormat:
-    """A format of mlx-lm's cache: affine, a scale and a bias a group; 0 bits: the compute dtype."""
+    """A format of mlx-lm's cache: affine, a scale and a bias per group. 0 bits: the compute dtype."""
 
     kv_bits: int
     kv_group_size: int
@@ -34,7 +34,7 @@ class MlxLmFormat:
 
     @property
     def flags(self) -> str:
-        """The flags with which ``mlx_lm.generate`` uses it."""
+        """The flags of ``mlx_lm.generate`` that select it."""
         bits = f"--kv-bits {self.kv_bits} --kv-group-size {self.kv_group_size} --quantized-kv-start 0"
         return bits if self.kv_bits else ""
 
@@ -43,10 +43,10 @@ MLX_LM_FORMATS = (MlxLmFormat(0, 0), *(MlxLmFormat(bits, group) for bits in (8, 
 
 
 class FloatReads:
-    """A quantized cache of mlx-lm that returns all its tokens as floats.
+    """Make a quantized cache of mlx-lm return all its tokens as floats.
 
-    So mlx-lm attends by its float attention: on a CPU its attention to packed tokens takes an hour for
-    8,192 tokens of a small model. The tokens are stored, and rounded, as there.
+    mlx-lm then uses its float attention: on a CPU its attention over packed tokens takes an hour for 8,192
+    tokens of a small model. Tokens are stored and rounded as in mlx-lm.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -69,7 +69,7 @@ class FloatReads:
 
 
 class MlxLmReader:
-    """mlx-lm's model with a cache of one format."""
+    """mlx-lm's model with a cache in one format."""
 
     def __init__(self, module: Any, vocab_size: int, cache_format: MlxLmFormat, reserved: int) -> None:
         self.vocab_size = vocab_size
@@ -106,24 +106,24 @@ class MlxLmReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes with the tokens reserved; mlx-lm's cache grows by 256 tokens at a time.
+        """Bytes for the reserved tokens; mlx-lm's cache grows by 256 tokens at a time.
 
-        Scales and biases count 16 bits, which they have in a model of half precision.
+        Scales and biases count as 16 bits, their size in a half-precision model.
         """
         total = 0
         for cache in self._stored:
-            for own in (cache.keys, cache.values):
-                packed, *scales = own if isinstance(own, tuple) else (own,)
+            for stored in (cache.keys, cache.values):
+                packed, *scales = stored if isinstance(stored, tuple) else (stored,)
                 size = packed.nbytes + sum(2 * scale.size for scale in scales)
                 total += math.ceil(self._reserved / cache.step) * cache.step * size // packed.shape[2]
         return total
 
 
 def mlx_lm_readers(folder: Path, model: LanguageModel, reserved: int) -> dict[Format, Reader]:
-    """Load the folder's model once, for all formats whose groups divide a head.
+    """Load the folder's model once for all formats whose groups divide a head.
 
-    On a CPU its quantized weights become the floats that they stand for, as kvant holds them: mlx-lm takes
-    70 times as long with packed ones.
+    On a CPU its quantized weights are dequantized to floats, as kvant stores them: with packed weights mlx-lm
+    takes 70 times as long.
     """
     module, _ = load_mlx_lm(folder, model.dtype)
     if mx.default_device().type == mx.cpu:

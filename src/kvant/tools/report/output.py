@@ -1,4 +1,4 @@
-"""The report for a person: a table with the lines above it, and a plot."""
+"""Show the report: tables with lines above them, and a plot."""
 
 import math
 from collections import Counter
@@ -19,15 +19,15 @@ from kvant.tools.report.tune import Row
 
 CAPTION = (
     "KLD: nats, of the distribution without quantization against the format's. Top-1: the same likeliest "
-    "token. Layer: the largest relative error of a layer's attention, given that layer's own inputs. Bytes: "
-    "of the cache, divided by the tokens it is reserved for."
+    "token. Layer: the largest relative error of a layer's attention for that layer's unquantized inputs. "
+    "Bytes: of the cache, divided by its reserved tokens."
 )
 RECALL = "Recall: answers exact in every token, of those asked."
-BESIDE = 0.03  # of the axis' width: formats of the same bytes are drawn so far apart
+OFFSET = 0.03  # distance between formats of the same bytes in the plot, as a share of the axis' width
 
 
 def describe(report: Report) -> list[str]:
-    """Model, text, machine and versions: lines to print above the table."""
+    """Return lines to print above the tables: model, text, machine and versions."""
     text = report.text
     environment = report.environment
     pieces = "" if len(text.pieces) == 1 else f" in {len(text.pieces)} pieces of up to {len(text.pieces[0])}"
@@ -49,7 +49,7 @@ def describe(report: Report) -> list[str]:
 
 
 def tables(report: Report) -> list[Table]:
-    """One of each leg: tokens read in chunks, and tokens read one by one behind them."""
+    """Return one table per leg: tokens read in chunks, and tokens read one by one after them."""
     results = [report.reference, *(r for r in report.results if r is not report.reference)]
     return [_prefill(report, results), _decode(report, results)]
 
@@ -59,7 +59,7 @@ FIGURES = ("per-\nplexity", "mean\nKLD", "median\nKLD", "p99\nKLD", "p99.9\nKLD"
 
 def _prefill(report: Report, results: Sequence[FormatResult]) -> Table:
     count = report.reference.prefill.positions
-    made = _table(
+    table = _table(
         f"Prefill: {count} predictions, read in chunks", (*FIGURES, "layer\nerror", "bytes a\ntoken")
     )
     broken = [
@@ -68,33 +68,33 @@ def _prefill(report: Report, results: Sequence[FormatResult]) -> Table:
         for leg, figures in r.legs.items()
         if figures.non_finite
     ]
-    made.caption = Line("\n".join([CAPTION, *broken]))
+    table.caption = Line("\n".join([CAPTION, *broken]))
     for result in results:
         quantized = result is not report.reference and result.layer_errors
         error = _small(max(result.layer_errors)) if quantized else "-"
         cells = _cells(report, result, result.prefill)
-        made.add_row(Line(result.format.label), *cells, error, str(result.bytes_per_token or "-"))
-    return made
+        table.add_row(Line(result.format.label), *cells, error, str(result.bytes_per_token or "-"))
+    return table
 
 
 def _decode(report: Report, results: Sequence[FormatResult]) -> Table:
     count = report.reference.decode.positions
     asked = len(report.reference.recalled)
-    title = f"Decode: {count} predictions, read one by one behind {report.prompt} tokens"
-    made = _table(title, (*FIGURES, *["recall"] * bool(asked)))
+    title = f"Decode: {count} predictions, read one by one after {report.prompt} tokens"
+    table = _table(title, (*FIGURES, *["recall"] * bool(asked)))
     hits = ", ".join(
         f"{r.format.label} {sum(r.after_hit)}/{len(r.after_hit)}" for r in results if r.after_hit
     )
     hits = f"Recall of what was read from shared pages: {hits}." if hits else ""
-    made.caption = Line("\n".join(filter(None, [RECALL * bool(asked), hits])))
+    table.caption = Line("\n".join(filter(None, [RECALL * bool(asked), hits])))
     for result in results:
         recalled = [f"{sum(result.recalled)}/{asked}"] if asked else []
-        made.add_row(Line(result.format.label), *_cells(report, result, result.decode), *recalled)
-    return made
+        table.add_row(Line(result.format.label), *_cells(report, result, result.decode), *recalled)
+    return table
 
 
 def _cells(report: Report, result: FormatResult, figures: Figures) -> list[str]:
-    """Of :data:`FIGURES`; "-" where the reference is compared with itself."""
+    """Return the cells of :data:`FIGURES`; "-" if the reference would be compared with itself."""
     perplexity = f"{figures.perplexity:.4f}" if figures.perplexity < 1e5 else f"{figures.perplexity:.3e}"
     if result is report.reference and not report.compared_with:
         return [perplexity, *["-"] * 5]
@@ -103,22 +103,22 @@ def _cells(report: Report, result: FormatResult, figures: Figures) -> list[str]:
 
 
 def tuning(tried: Sequence[Row]) -> Table:
-    made = _table("Tried", ("mean\nKLD", "p99\nKLD", "top-1\n%", "bytes a\ntoken"))
+    table = _table("Tried", ("mean\nKLD", "p99\nKLD", "top-1\n%", "bytes a\ntoken"))
     for row in tried:
-        own = row.figures
-        klds = _small(own.mean_kld_nats), _small(own.p99_kld_nats)
-        made.add_row(Line(row.name), *klds, f"{100 * own.top1:.2f}", str(row.bytes_per_token))
-    return made
+        figures = row.figures
+        klds = _small(figures.mean_kld_nats), _small(figures.p99_kld_nats)
+        table.add_row(Line(row.name), *klds, f"{100 * figures.top1:.2f}", str(row.bytes_per_token))
+    return table
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    """Its first column names the format."""
+    """Make a table whose first column names the format."""
     justified: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
-    made = Table(box=box.SIMPLE_HEAD, title=Line(title), padding=0, pad_edge=False, **justified)
-    made.add_column("format", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, title=Line(title), padding=0, pad_edge=False, **justified)
+    table.add_column("format", no_wrap=True)
     for name in columns:
-        made.add_column(name, justify="right", no_wrap=True)
-    return made
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def _small(value: float) -> str:
@@ -126,7 +126,7 @@ def _small(value: float) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw every format's mean KLD, filled, and its 99th percentile, hollow, over the bytes a token takes."""
+    """Draw each format's mean KLD (filled) and its 99th percentile (hollow) over the bytes per token."""
     drawn = [
         r
         for r in report.results
@@ -138,7 +138,7 @@ def plot(report: Report, path: Path) -> None:
     left_out = [r.format.label for r in report.results if r not in drawn]
     if left_out:
         caption += f"\nnot drawn (not quantized, unknown bytes, KLD 0 or not finite): {', '.join(left_out)}"
-    # Colors by bits and group, markers by engine and by whether the biases are split off.
+    # Colors show bits and group size, markers the engine and the bias split.
     sizes = [r.bytes_per_token for r in drawn]
     width = (max(sizes) - min(sizes)) or max(sizes)
     kinds = list(dict.fromkeys((r.format.kv_bits, r.format.kv_group_size) for r in drawn))
@@ -146,7 +146,7 @@ def plot(report: Report, path: Path) -> None:
         for axes, leg in zip(figure.subplots(1, 2, sharey=True), LEGS, strict=True):
             places = Counter[int]()
             for result in drawn:
-                place = result.bytes_per_token + BESIDE * width * places[result.bytes_per_token]
+                place = result.bytes_per_token + OFFSET * width * places[result.bytes_per_token]
                 places[result.bytes_per_token] += 1
                 kind = result.format.kv_bits, result.format.kv_group_size
                 color = COLORS[kinds.index(kind) % len(COLORS)]

@@ -1,8 +1,7 @@
-"""Log-probabilities that llama.cpp wrote, with ``llama-perplexity --kl-divergence-base FILE``.
+"""Read log-probabilities that ``llama-perplexity --kl-divergence-base FILE`` of llama.cpp wrote.
 
-The file has a text in pieces of one length, and of the second half of each the model's predictions, in 16
-bits each.
-Source: tools/perplexity/perplexity.cpp of llama.cpp.
+The file has a text in pieces of equal length, and the model's predictions for the second half of each piece,
+in 16 bits each. Source: tools/perplexity/perplexity.cpp of llama.cpp.
 """
 
 import math
@@ -18,36 +17,34 @@ from kvant.tools.report.divergence import log_probabilities
 from kvant.tools.report.texts import Text
 
 MAGIC = b"_logits_"
-HEADER = len(MAGIC) + 3 * 4  # and the tokens of a piece, of the vocabulary, and pieces
+HEADER = len(MAGIC) + 3 * 4  # magic, tokens per piece, size of the vocabulary, number of pieces
 LEAST = -16.0
-ROW_HEADER = 8  # bytes: a float32 that the 16 bits are multiplied by, and one that is added
+ROW_HEADER = 8  # bytes: a float32 by which the 16-bit numbers are multiplied, and one that is added
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
     path: Path
-    text: Text  # its tokens, as they were given to the model
-    vocabulary: int  # probabilities of a prediction
-    start: int  # bytes before the first prediction
+    text: Text  # the tokens that were fed to the model
+    vocabulary: int  # probabilities per prediction
+    start: int  # offset of the first prediction in bytes
 
     def rows(self, piece: int) -> mx.array:
-        """(N, vocabulary) float32 log-probabilities after the last tokens of a piece but its very last, N
-        of them.
-        """
-        found = self._stored(piece)
-        # What is far below the likeliest is raised to one value; llama.cpp leaves it out, too. The rest,
-        # rounded, does not sum to 1.
-        return log_probabilities(mx.where(found > LEAST, found, -math.inf))
+        """Return (N, vocabulary) float32 log-probabilities after the last N tokens but one of a piece."""
+        stored = self._stored(piece)
+        # Very unlikely tokens were all raised to one value; drop them as llama.cpp does. The remaining values
+        # were rounded and do not sum to 1.
+        return log_probabilities(mx.where(stored > LEAST, stored, -math.inf))
 
     def comparable_rows(self, expected: mx.array, piece: int) -> mx.array:
-        """As :meth:`rows`, of the tokens that other predictions of the same piece have not left out."""
-        found = self._stored(piece)
-        kept = mx.where(found > LEAST, found, -math.inf)
-        sums = mx.logsumexp(kept, axis=-1, keepdims=True)
-        return mx.where(expected > -math.inf, found - sums, -math.inf)
+        """Return :meth:`rows`, restricted to tokens that ``expected`` for the same piece has not dropped."""
+        stored = self._stored(piece)
+        likely = mx.where(stored > LEAST, stored, -math.inf)
+        sums = mx.logsumexp(likely, axis=-1, keepdims=True)
+        return mx.where(expected > -math.inf, stored - sums, -math.inf)
 
     def _stored(self, piece: int) -> mx.array:
-        """(N, vocabulary) float32, as they were rounded."""
+        """Return (N, vocabulary) float32 values as they were rounded."""
         length = len(self.text.pieces[0])
         count = _predictions(length)
         width = _row_bytes(self.vocabulary)
@@ -61,10 +58,10 @@ class Reference:
 
 
 def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
-    """The file's text, its predictions to be read a piece at a time.
+    """Read the file's header and text; predictions are read piece by piece later.
 
-    llama.cpp puts ``bos`` in place of each piece's first token, if the tokenizer begins a text with it; the
-    file has the text's own there.
+    If the tokenizer begins texts with ``bos``, llama.cpp fed it instead of each piece's first token, which
+    the file contains.
     """
     try:
         with open_user_file(path) as file:
@@ -76,20 +73,20 @@ def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
             )
             if vocabulary != vocab_size:
                 raise KvantError(
-                    f"{path}: of a model with {vocabulary} tokens in its vocabulary; expected {vocab_size}"
+                    f"{path}: from a model with {vocabulary} tokens in its vocabulary; expected {vocab_size}"
                 )
             start = HEADER + 4 * length * count
             expected = start + count * _predictions(length) * _row_bytes(vocabulary)
             if length < 4 or count < 1 or os.fstat(file.fileno()).st_size != expected:
                 raise KvantError(
-                    f"{path}: not whole; {count} pieces of {length} tokens take {expected} bytes"
+                    f"{path}: incomplete; {count} pieces of {length} tokens take {expected} bytes"
                 )
             stored = bytearray(file.read(start - HEADER))
             ids: list[int] = mx.array(memoryview(stored)).view(mx.int32).tolist()  # type: ignore[arg-type, assignment]
     except OSError as error:
         raise KvantError(f"{path}: cannot be read: {one_line(error)}") from error
     if not all(0 <= token < vocabulary for token in ids):
-        raise KvantError(f"{path}: it has a token that is not in the vocabulary")
+        raise KvantError(f"{path}: has a token that is not in the vocabulary")
     pieces = [ids[first : first + length] for first in range(0, len(ids), length)]
     if bos is not None:
         pieces = [[bos, *piece[1:]] for piece in pieces]
@@ -99,7 +96,7 @@ def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
 
 
 def _predictions(length: int) -> int:
-    """How many of a piece there are: of its second half, but for the last token, which nothing follows."""
+    """Return the number of predictions per piece: the second half without the last token."""
     return length - 1 - length // 2
 
 

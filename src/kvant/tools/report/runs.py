@@ -1,4 +1,4 @@
-"""Runs of right tokens through caches: predictions compared, answers checked, layers by themselves."""
+"""Feed known tokens through caches: compare predictions, check answers, compare single layers."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +17,13 @@ from kvant.tools.report.reference import Reference
 from kvant.tools.report.texts import Dialogue, Text
 
 STEP_SIZE = 512  # tokens fed at a time, as `kvant generate` does
-LOGITS_BYTES = 64 * 1024 * 1024  # logits of one cache at a time; comparing them takes about six times that
+LOGITS_BYTES = 64 * 1024 * 1024  # logits of one cache at a time; comparing them takes about six times as much
 
-Fed = Callable[[int], None]  # called with tokens fed
+Fed = Callable[[int], None]  # called with the number of tokens fed
 
 
 class Reader(Protocol):
-    """A model and the cache through which it reads a text."""
+    """A model with a cache through which it reads a text."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,27 +34,27 @@ class Reader(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache, with the tokens it is reserved for."""
+        """Bytes of the cache for its reserved tokens."""
 
     def begin(self, piece: int) -> None:
-        """Empty the cache, to read the text's piece of that number, from 0.
+        """Empty the cache and start with the text's piece of this number, from 0.
 
-        A cache's predictions depend on the tokens it reads alone, those of a file on the number.
+        Only predictions from a file depend on the number.
         """
 
     def read(self, ids: Sequence[int]) -> mx.array:
-        """Read tokens behind those in the cache. Returns (S, D) states, evaluated."""
+        """Read tokens after those in the cache. Returns (S, D) states, evaluated."""
 
     def logits(self, states: mx.array) -> mx.array:
-        """(S, D) states -> (S, vocab) logits of the tokens that follow."""
+        """Convert (S, D) states to (S, vocab) logits of the tokens that follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReader:
     """kvant's model and cache.
 
-    A chunk's own keys and values are read back from the cache, quantized, as those before it: the states are
-    those of reading token by token.
+    A chunk's keys and values are read back from the cache, quantized, like those before it, so the states are
+    the same as when reading token by token.
     """
 
     model: LanguageModel
@@ -66,7 +66,7 @@ class CacheReader:
 
     @property
     def step_size(self) -> int:
-        """Fewer tokens at a time if the model makes the logits of all of them at once."""
+        """Fewer tokens if the model computes the logits of all of them at once."""
         return (
             STEP_SIZE if isinstance(self.model, Decoder) else min(STEP_SIZE, logits_at_once(self.vocab_size))
         )
@@ -79,7 +79,7 @@ class CacheReader:
         self.cache.reset()
 
     def read(self, ids: Sequence[int]) -> mx.array:
-        """Returns a decoder's hidden states, another model's logits."""
+        """Return a decoder's hidden states, or another model's logits."""
         chunk = mx.array([list(ids)])
         if isinstance(self.model, Decoder):
             states = self.model.hidden_states(chunk, cache=self.cache)[0]
@@ -101,7 +101,7 @@ def logits_at_once(vocab_size: int) -> int:
 def feed(
     reader: Reader, ids: Sequence[int], *, step_size: int = STEP_SIZE, fed: Fed = lambda _: None
 ) -> Iterator[mx.array]:
-    """Read tokens behind those in the cache. Yields the states of each chunk."""
+    """Read tokens after those in the cache; yield the states of each chunk."""
     step_size = min(step_size, reader.step_size)
     for first in range(0, len(ids), step_size):
         states = reader.read(ids[first : first + step_size])
@@ -118,35 +118,35 @@ def compare(
     step_size: int = STEP_SIZE,
     fed: Fed = lambda _: None,
 ) -> None:
-    """Read tokens through all caches, behind those in them, and count the predictions after every token.
+    """Read tokens through all caches, and count the predictions after every token.
 
     Args:
-        readers: the first one's predictions are taken for right, unless others are expected.
-        ids: the last one is predicted, and not read.
-        tallies: one for each reader; added to.
-        expected: (N, vocab) log-probabilities after the last N tokens that are read: no others are compared.
+        readers: the first one's predictions are the reference, unless ``expected`` are passed.
+        ids: the last one is predicted but not read.
+        tallies: one for each reader; updated.
+        expected: (N, vocab) log-probabilities after the last N tokens that are read; only these are compared.
     """
     step_size = min(step_size, *(reader.step_size for reader in readers))
     runs = [feed(reader, ids[:-1], step_size=step_size, fed=fed) for reader in readers]
     first = 0 if expected is None else len(ids) - 1 - len(expected)
     at_once = logits_at_once(readers[0].vocab_size)
-    start = 0  # of the chunk
+    start = 0  # position of the chunk
     for chunk in zip(*runs, strict=True):
         end = start + len(chunk[0])
         for low in range(max(start, first), end, at_once):
             high = min(low + at_once, end)
-            states = [own[low - start : high - start] for own in chunk]
-            given = log_probabilities(readers[0].logits(states[0]))
-            mx.eval(given)
-            if not are_finite(given).all().item():
+            states = [each[low - start : high - start] for each in chunk]
+            first_predicted = log_probabilities(readers[0].logits(states[0]))
+            mx.eval(first_predicted)
+            if not are_finite(first_predicted).all().item():
                 raise KvantError(
                     "without quantization the model's logits are not finite; there is nothing to compare"
                 )
-            right = given if expected is None else expected[low - first : high - first]
+            right = first_predicted if expected is None else expected[low - first : high - first]
             following = ids[low + 1 : high + 1]
-            tallies[0].add(right, given, following)
-            for reader, own, tally in zip(readers[1:], states[1:], tallies[1:], strict=True):
-                tally.add(right, log_probabilities(reader.logits(own)), following)
+            tallies[0].add(right, first_predicted, following)
+            for reader, rows, tally in zip(readers[1:], states[1:], tallies[1:], strict=True):
+                tally.add(right, log_probabilities(reader.logits(rows)), following)
         start = end
 
 
@@ -158,14 +158,14 @@ def read_legs(
     others: Reference | None = None,
     fed: Fed = lambda _: None,
 ) -> tuple[list[Tally], list[Tally]]:
-    """Read a text through all caches, and count the predictions after every token but each piece's last.
+    """Read a text through all caches, and count the predictions after all tokens except each piece's last.
 
     Args:
-        decoded: tokens of the first piece to read one by one, the last that another token follows.
-        others: another engine's predictions of the text, in place of the first reader's.
+        decoded: how many tokens at the end of the first piece to read one by one.
+        others: another engine's predictions of the text, to use instead of the first reader's.
 
     Returns:
-        What each reader predicted after tokens that were read in chunks, and after those read one by one.
+        Each reader's tallies for tokens read in chunks, and for tokens read one by one.
     """
     chunks = [Tally() for _ in readers]
     singles = [Tally() for _ in readers]
@@ -185,9 +185,7 @@ def read_legs(
 
 
 def answer(reader: Reader, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> list[bool]:
-    """Whether each answer would be written greedily: each of its tokens is the likeliest after those
-    before it.
-    """
+    """Return for each answer whether greedy decoding would write it: whether all its tokens are likeliest."""
     reader.begin(0)
     states = mx.concatenate(list(feed(reader, dialogue.ids, fed=fed)))
     return _are_right(reader.logits(states), dialogue)
@@ -196,9 +194,7 @@ def answer(reader: Reader, dialogue: Dialogue, *, fed: Fed = lambda _: None) -> 
 def answer_after_hit(
     model: LanguageModel, cache: CacheFormat, dialogues: Sequence[Dialogue], *, fed: Fed = lambda _: None
 ) -> list[bool]:
-    """As :func:`answer`, where what is before the first answer is read from pages that another sequence
-    filled.
-    """
+    """Do the same as :func:`answer`, with everything before the first answer read from shared pages."""
     if not dialogues:
         return []
     most = max(len(dialogue.ids) for dialogue in dialogues)
@@ -220,31 +216,29 @@ def answer_after_hit(
                 fed(len(chunk))
             sequence.share_prefix(last_page=True)
             sequence.release()
-        if len(logits[0]):  # of a short one nothing was shared
+        if len(logits[0]):  # a short prefix is not shared
             right += _are_right(mx.concatenate(logits), dialogue)
     return right
 
 
 def _are_right(logits: mx.array, dialogue: Dialogue) -> list[bool]:
-    """Of logits (S, vocab) after every token, whether the likeliest are each answer's."""
+    """Return for each answer whether its tokens are the likeliest of (S, vocab) logits after every token."""
     right = []
     for first, last in dialogue.answers:
-        own = logits[first - 1 : last - 1]
-        likeliest = mx.argmax(own, axis=-1) == mx.array(dialogue.ids[first:last])
-        right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(own, axis=-1)).all()).item()))
+        rows = logits[first - 1 : last - 1]
+        likeliest = mx.argmax(rows, axis=-1) == mx.array(dialogue.ids[first:last])
+        right.append(bool((likeliest.all() & mx.isfinite(mx.logsumexp(rows, axis=-1)).all()).item()))
     return right
 
 
 class SideBySide:
-    """A layer's exact cache, which it attends through, and others that are given the same keys, values and
-    queries.
-    """
+    """Attend through a layer's exact cache, and feed the same keys, values and queries to other caches."""
 
     def __init__(self, exact: AttentionCache, others: Sequence[AttentionCache]) -> None:
         self._all = (exact, *others)
         # the others must have a bias split if it has one
         self.transform = KeyTransform(bias_split=exact.transform.bias_split)
-        # sums, of the exact outputs and of the others' differences from them
+        # sums of squares: the exact outputs, and the others' differences from them
         self.squares = [0.0] * (1 + len(others))
 
     def multi_head_cache_attention(
@@ -258,13 +252,13 @@ class SideBySide:
         """Attend through all caches; return the exact one's output."""
         exact, *others = (_attend(each, query, key, value, mask, sinks) for each in self._all)
         wide = exact.astype(mx.float32)
-        squares = [mx.square(x).sum() for x in (wide, *(given.astype(mx.float32) - wide for given in others))]
+        squares = [mx.square(x).sum() for x in (wide, *(other.astype(mx.float32) - wide for other in others))]
         mx.eval(exact, squares)
         self.squares = [total + float(new.item()) for total, new in zip(self.squares, squares, strict=True)]  # type: ignore[arg-type]
         return exact
 
     def error(self, number: int) -> float:
-        """||given - exact|| / ||exact|| of another cache's output; infinite if it was not finite."""
+        """Return ||output - exact|| / ||exact|| of another cache; infinite if its output was not finite."""
         exact = self.squares[0]
         difference = self.squares[1 + number]
         if not math.isfinite(difference):
@@ -280,12 +274,12 @@ def _attend(
     mask: mx.array | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend through a cache, with its own transform."""
-    own = cache.transform
+    """Attend through a cache with its own transform."""
+    transform = cache.transform
     output = cache.multi_head_cache_attention(
-        own.queries(query), own.keys(key), own.values(value), mask, sinks
+        transform.queries(query), transform.keys(key), transform.values(value), mask, sinks
     )
-    return own.values(output)
+    return transform.values(output)
 
 
 def layer_errors(
@@ -296,9 +290,9 @@ def layer_errors(
     *,
     fed: Fed = lambda _: None,
 ) -> list[list[float]]:
-    """Each cache's error in every layer, given the queries, keys and values of a run through ``exact``.
+    """Return each cache's error in every layer for the queries, keys and values of a run through ``exact``.
 
-    That is a cache of 0 bits, with the bias split if the others have it. All are emptied first.
+    ``exact`` must be a cache of 0 bits, with the bias split if the others have it. All are reset first.
     """
     batches = [cache.batch for cache in (exact, *caches)]
     layers = [SideBySide(layer, others) for layer, *others in zip(*batches, strict=True)]

@@ -1,5 +1,4 @@
-"""Generated tasks of memory and reasoning, of the kinds of the benchmark RULER: what a cache format forgets
-shows.
+"""Generated memory and reasoning tasks, of the kinds in the benchmark RULER, that show what a cache forgets.
 
 RULER: arXiv 2404.06654. As there, the score is the share of expected strings that occur in the answer.
 """
@@ -22,9 +21,9 @@ from kvant.text.tokenizer import Tokenizer
 from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.texts import STORY_WORDS, heldout_documents, read_text
 
-HOPS = 4  # from a chain's first variable to its last
-COMMON, MOST_TIMES = 5, 10  # words that are counted, and how often they occur in a long list
-LEAST_TEXT, MOST_TEXT = 200, 8  # characters around what is to be found, and of a token: more than texts have
+HOPS = 4  # from the first variable to the last one with its value
+COMMON, MOST_TIMES = 5, 10  # the number of frequent words, and how often they occur in a long list
+LEAST_TEXT, MOST_TEXT = 200, 8  # bounds of the text: characters at least, characters per token at most
 NUMBERS = range(10_000, 100_000)
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 # The embedded model knows these.
@@ -33,16 +32,16 @@ THINGS = (
     "ball bell book boat cup drum flag hat jar " + "key kite lamp map ring rope shell spoon stone"
 ).split()
 
-# a text, a question, the answer's beginning, and strings it should have
+# a text, a question, the beginning of the answer, and strings it should contain
 Task = tuple[str, str, str, Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     kind: str
-    tokens: int  # that prompt and answer have at most
-    ids: tuple[int, ...]  # of the prompt, with the answer's beginning
-    max_tokens: int  # of the answer: twice what it takes to write the expected strings, and more
+    tokens: int  # upper limit for prompt and answer
+    ids: tuple[int, ...]  # the prompt and the beginning of the answer
+    max_tokens: int  # of the answer: twice as many as the expected strings take, plus 8
     expected: tuple[str, ...]
 
     @property
@@ -52,23 +51,22 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Hay:
-    """A piece of a text, how deep something is hidden in it, 0 to 1, and the source of what is drawn."""
+    """Text in which something is hidden, how deep (0 to 1), and a source of random numbers."""
 
     piece: str
     depth: float
     rng: random.Random
 
     def words(self, count: int, syllables: int = 3) -> list[str]:
-        """Words of syllables of two letters, none twice."""
+        """Draw distinct words made of two-letter syllables."""
         base = len(SYLLABLES)
         numbers = self.rng.sample(range(base**syllables), count)
         return ["".join(SYLLABLES[n // base**place % base] for place in range(syllables)) for n in numbers]
 
     def hide(self, sentences: Sequence[str]) -> str:
-        """The piece with sentences in their order at equal distances, number ``int(depth * count)`` at the
-        depth.
-        """
-        shown, count = self.piece, len(sentences)
+        """Insert sentences at equal distances, in order; number ``int(depth * count)`` lands at the depth."""
+        shown = self.piece
+        count = len(sentences)
         for place in reversed(range(count)):
             at = _sentence(self.piece, int((self.depth % (1 / count) + place / count) * len(self.piece)))
             shown = f"{shown[:at]}{sentences[place]} {shown[at:]}"
@@ -76,7 +74,7 @@ class Hay:
 
 
 def _sentence(text: str, place: int) -> int:
-    """Where the sentence at a place begins; of a text without sentences, somewhere before."""
+    """Return where the sentence at a position begins; without sentences, a position somewhat before it."""
     low = max(0, place - 400)
     end = text.rfind(". ", low, place)
     return low if end < 0 else end + 2
@@ -84,11 +82,11 @@ def _sentence(text: str, place: int) -> int:
 
 def _numbers(keys: int, values: int, hay: Hay) -> Task:
     words, numbers = hay.words(keys), hay.rng.sample(NUMBERS, keys * values)
-    told = [f"A secret number of {words[n // values]} is {number}." for n, number in enumerate(numbers)]
+    sentences = [f"A secret number of {words[n // values]} is {number}." for n, number in enumerate(numbers)]
     asked = int(hay.depth * keys)
     what, verb = ("number", "is") if values == 1 else (f"{values} numbers", "are")
     return (
-        f"Remember the secret numbers in this text. {hay.hide(told)}",
+        f"Remember the secret numbers in this text. {hay.hide(sentences)}",
         f"What {verb} the secret {what} of {words[asked]}?",
         f"The secret {what} of {words[asked]} {verb}",
         [str(number) for number in numbers[asked * values :][:values]],
@@ -96,28 +94,30 @@ def _numbers(keys: int, values: int, hay: Hay) -> Task:
 
 
 def _facts(hay: Hay) -> Task:
-    """Sentences and a question that the embedded model knows, of people whom the piece mentions least."""
+    """Write sentences and a question of a kind the embedded model knows, with names rare in the text."""
     names = sorted(hay.rng.sample(NAMES, len(NAMES)), key=hay.piece.count)[:4]
-    things, asked = hay.rng.sample(THINGS, len(names)), int(hay.depth * len(names))
+    things = hay.rng.sample(THINGS, len(names))
+    asked = int(hay.depth * len(names))
     text = hay.hide([f"{name} has the {thing}." for name, thing in zip(names, things, strict=True)])
     name = names[asked]
     return f"Read this list. {text}", f"What does {name} have?", f"It says {name} has the", [things[asked]]
 
 
 def _variables(hay: Hay) -> Task:
-    """Two chains in turns."""
-    words, (value, other) = [word.upper() for word in hay.words(2 + 2 * HOPS)], hay.rng.sample(NUMBERS, 2)
-    given = [str(value), str(other), *(f"VAR {word}" for word in words)]
-    text = hay.hide([f"VAR {word} = {own}." for word, own in zip(words, given, strict=False)])
+    """Write two alternating sequences of assignments."""
+    words = [word.upper() for word in hay.words(2 + 2 * HOPS)]
+    value, other = hay.rng.sample(NUMBERS, 2)
+    sources = [str(value), str(other), *(f"VAR {word}" for word in words)]
+    text = hay.hide([f"VAR {word} = {source}." for word, source in zip(words, sources, strict=False)])
     question = f"Which {1 + HOPS} variables have the value {value}, directly or from another variable?"
     begun = f"The variables that have the value {value} are"
     return f"Follow the variables in this text. {text}", question, begun, words[::2]
 
 
 def _common(hay: Hay) -> Task:
-    """A list as long as the piece, in which some words occur several times, the others once."""
+    """Write a list about as long as the text, in which some words occur several times and others once."""
     words = hay.words(len(hay.piece) // 10, syllables=4)
-    times = min(MOST_TIMES, len(words) // (2 * COMMON))  # half of a short list
+    times = min(MOST_TIMES, len(words) // (2 * COMMON))  # at most half of a short list
     listed = words[:COMMON] * times + words[COMMON : len(words) - COMMON * (times - 1)]
     hay.rng.shuffle(listed)
     question = f"Which {COMMON} words occur most often in the list?"
@@ -140,23 +140,21 @@ KINDS: Mapping[str, Callable[[Hay], Task]] = {
 
 
 def haystack(path: Path | None) -> str:
-    """The text around what is to be found: a file's, or stories that the embedded model was not trained
-    on.
-    """
+    """Return the text to hide things in: a file's, or stories on which the embedded model was not trained."""
     if path is not None:
         return " ".join(read_text(path).split())
-    said = [message for document in heldout_documents() for message in document.get("messages", ())]
-    told = [message["content"] for message in said if message["role"] == "assistant"]  # users tell facts, too
-    return " ".join(dict.fromkeys(story for story in told if len(story.split()) > STORY_WORDS))
+    messages = [message for document in heldout_documents() for message in document.get("messages", ())]
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    return " ".join(dict.fromkeys(story for story in answers if len(story.split()) > STORY_WORDS))
 
 
 def make_samples(
     tokenizer: Tokenizer, text: str, lengths: Sequence[int], samples: int, seed: int
 ) -> list[Sample]:
-    """So many samples of each kind and length; the same seed makes the same.
+    """Make ``samples`` samples of each kind and length; the same seed makes the same ones.
 
-    As much of the ``text`` is read as fits, from a random sentence on, again and again. Prompt and answer
-    have at most so many tokens as a length says; what is asked for is at depths that are spread evenly.
+    Each has as much of ``text`` as fits, from a random sentence on, repeated if necessary. Prompt and answer
+    have at most as many tokens as the length; hidden things are at evenly spaced depths.
     """
 
     def made(kind: str, tokens: int, number: int, size: int) -> Sample:
@@ -194,15 +192,15 @@ def answer_samples(
     formats: Sequence[CacheFormat],
     progress: Progress = lambda done, total: None,
 ) -> dict[CacheFormat, list[str]]:
-    """Each format's greedy answers, the full cache's first; "" where logits were not finite. One cache at a
-    time.
+    """Return each format's greedy answers, first the full cache's; "" if logits were not finite.
 
-    ``progress`` is called with (prompt tokens read, prompt tokens to be read).
+    Only one cache exists at a time. ``progress`` is called with (prompt tokens read, prompt tokens in all).
     """
-    answers: dict[CacheFormat, list[str]] = {own: [] for own in (REFERENCE, *formats)}
-    total, done = len(answers) * sum(len(sample.ids) for sample in samples), 0
-    for own, texts in answers.items():
-        cache = own.make_cache(model, max(sample.tokens for sample in samples))
+    answers: dict[CacheFormat, list[str]] = {form: [] for form in (REFERENCE, *formats)}
+    total = len(answers) * sum(len(sample.ids) for sample in samples)
+    done = 0
+    for form, texts in answers.items():
+        cache = form.make_cache(model, max(sample.tokens for sample in samples))
         for sample in samples:
             cache.reset()
             texts.append("")
@@ -215,23 +213,23 @@ def answer_samples(
 
 
 def score(answer: str, expected: Sequence[str]) -> float:
-    """The share of the expected strings that occur in an answer; capitals do not matter."""
+    """Return the share of the expected strings that occur in an answer, ignoring case."""
     return sum(each.lower() in answer.lower() for each in expected) / len(expected)
 
 
 def task_rows(
     samples: Sequence[Sample], answers: Mapping[CacheFormat, Sequence[str]]
 ) -> list[dict[str, Any]]:
-    """Of each kind and length every format's score, in percent, and how many answers are the full cache's."""
+    """List by kind and length each score in percent, and how often an answer equals the full cache's."""
     rows = []
     for kind, tokens in dict.fromkeys((sample.kind, sample.tokens) for sample in samples):
         places = [n for n, sample in enumerate(samples) if (sample.kind, sample.tokens) == (kind, tokens)]
         row: dict[str, Any] = {"kind": kind, "tokens": tokens, "samples": len(places), "formats": []}
-        for own, texts in answers.items():
+        for form, texts in answers.items():
             percent = 100 * sum(score(texts[n], samples[n].expected) for n in places) / len(places)
             same = sum(texts[n] == answers[REFERENCE][n] for n in places)
             row["formats"].append(
-                {"format": own.label, "score_percent": round(percent, 2), "same_answers": same}
+                {"format": form.label, "score_percent": round(percent, 2), "same_answers": same}
             )
         rows.append(row)
     return rows

@@ -1,6 +1,4 @@
-"""The text, a file or the built-in held-out conversations, as token ids; and questions whose answers are
-known.
-"""
+"""Texts as token ids, from a file or the built-in held-out conversations, and questions with answers."""
 
 import json
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from kvant.text.tokenizer import Tokenizer
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 BUILT_IN = "built-in held-out conversations"
-# an assistant's turn of more words is a story it tells, not an answer: none of those has more than 8
+# an assistant's message of more words is a story, not an answer to a question: those have at most 8
 STORY_WORDS = 30
 
 
@@ -26,8 +24,8 @@ STORY_WORDS = 30
 class Text:
     """A text in pieces; each is read with nothing before it."""
 
-    name: str  # the file's, or the built-in one's
-    pieces: tuple[tuple[int, ...], ...]  # token ids; all but the last as long as the context, or as the text
+    name: str  # the file's name, or the built-in text's
+    pieces: tuple[tuple[int, ...], ...]  # token ids; all but the last have the context's length
     left_out: int  # tokens of the text after the last piece
 
     @property
@@ -36,7 +34,7 @@ class Text:
 
 
 def halves(text: Text) -> tuple[Text, Text]:
-    """Every second piece of a text, and the others; a PromptError if there is one piece."""
+    """Return the even and the odd pieces of a text; raise a PromptError if there is only one piece."""
     if len(text.pieces) < 2:
         raise PromptError(f"{text.name} has {text.tokens} tokens; expected more, for two halves")
     first, second = (replace(text, pieces=text.pieces[n::2]) for n in (0, 1))
@@ -45,25 +43,24 @@ def halves(text: Text) -> tuple[Text, Text]:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation with its answers. An answer's context has right answers to earlier questions."""
+    """A conversation with its answers. Questions follow the right answers to earlier questions."""
 
-    ids: tuple[int, ...]  # all of it, to the end of the last answer
-    answers: tuple[tuple[int, int], ...]  # the place of each one's first token, and that after its end token
+    ids: tuple[int, ...]  # the whole conversation to the end of the last answer
+    answers: tuple[tuple[int, int], ...]  # positions of each answer: of its first token, and after its end
 
 
 @cache
 def heldout_documents() -> tuple[dict[str, Any], ...]:
-    """The embedded model's held-out documents: ``kind``, and ``text`` or ``messages``; questions have an
-    ``answer``.
+    """Return the embedded model's held-out documents: ``kind``, and ``text`` or ``messages``.
+
+    Questions also have an ``answer``.
     """
     lines = (resources.files("kvant") / POCKET / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     return tuple(json.loads(line) for line in lines)
 
 
 def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
-    """The first ``tokens`` tokens of the held-out documents, kinds in turn, conversations in the model's
-    own form.
-    """
+    """Return the held-out documents' first ``tokens`` tokens, alternating kinds, in the model's form."""
     ids = [
         token
         for document in _interleaved()
@@ -73,7 +70,7 @@ def built_in_text(tokenizer: Tokenizer, context: int, tokens: int) -> Text:
 
 
 def text_file(path: Path, tokenizer: Tokenizer, vocab_size: int, context: int, tokens: int) -> Text:
-    """The first ``tokens`` tokens of a UTF-8 text file, encoded as it is."""
+    """Return the first ``tokens`` tokens of a UTF-8 text file, encoded without a template."""
     ids = encode_prompt(tokenizer, read_text(path), vocab_size)
     if len(ids) < 2:
         raise PromptError(f"{path}: {len(ids)} token; expected at least 2")
@@ -92,27 +89,25 @@ def read_text(path: Path) -> str:
 
 
 def _cut(name: str, ids: list[int], context: int, tokens: int) -> Text:
-    kept = ids[:tokens]
-    pieces = tuple(tuple(kept[first : first + context]) for first in range(0, len(kept), context))
-    return Text(name, pieces, len(ids) - len(kept))
+    used = ids[:tokens]
+    pieces = tuple(tuple(used[first : first + context]) for first in range(0, len(used), context))
+    return Text(name, pieces, len(ids) - len(used))
 
 
 def recall_dialogues(tokenizer: Tokenizer, tokens: int) -> list[Dialogue]:
-    """Built-in questions for one fact among many of its kind, at most ``tokens`` tokens of them; maybe
-    none.
-    """
-    found: list[Dialogue] = []
-    for document in _interleaved("recall"):  # conversations of all lengths are among the first
+    """Return built-in questions for one fact among many of its kind, at most ``tokens`` tokens in all."""
+    dialogues: list[Dialogue] = []
+    for document in _interleaved("recall"):  # the first few have all lengths
         dialogue = read_dialogue(tokenizer, document)
         tokens -= len(dialogue.ids)
         if tokens < 0:
             break
-        found.append(dialogue)
-    return found
+        dialogues.append(dialogue)
+    return dialogues
 
 
 def read_dialogue(tokenizer: Tokenizer, document: dict[str, Any]) -> Dialogue:
-    """A document with ``messages`` and the last ``answer`` as token ids, divided where a prompt would end."""
+    """Encode a document's ``messages`` and final ``answer``, split where a prompt would end."""
     messages = [*document["messages"], {"role": "assistant", "content": document["answer"]}]
     ids: list[int] = []
     answers = []
@@ -131,7 +126,7 @@ def read_dialogue(tokenizer: Tokenizer, document: dict[str, Any]) -> Dialogue:
 
 
 def _interleaved(kinds: str = "") -> list[dict[str, Any]]:
-    """The held-out documents whose kind begins so: the first of each kind, then the second, and so on."""
+    """Return held-out documents whose kind has this prefix: the first of each kind, then the second, ..."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for document in heldout_documents():
         if document["kind"].startswith(kinds):
@@ -148,7 +143,7 @@ def _written(tokenizer: Tokenizer, document: dict[str, Any]) -> str:
         return "".join(f"{message['content']}\n" for message in messages)
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # a template is a program: it can fail in any way
+    except Exception as error:  # templates are programs and can raise anything
         raise PromptError(
-            f"the chat template fails on the built-in text: {error}; --text takes another"
+            f"the chat template fails on the built-in text: {error}; use --text for another text"
         ) from error

@@ -1,6 +1,4 @@
-"""Tuning a cache's format for a model: parts of the key transform, and bits of keys and values, chosen by
-divergence a byte.
-"""
+"""Tune a cache format for a model: choose a key transform and the bits of keys and values."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
@@ -20,23 +18,23 @@ from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.runs import CacheReader, Fed, feed, read_legs
 from kvant.tools.report.texts import Text
 
-MORE_BITS = 8  # of keys and values that get more than the others
-AT_ONCE = 16  # formats that have caches at once
-WORTH = 0.97  # a further part has to leave at most this much of the divergence
-WORTH_APART = 0.85  # and keys and values with bits of their own at most this much of the further bytes
+MORE_BITS = 8  # for keys and values that get more bits than the others
+AT_ONCE = 16  # formats whose caches exist at the same time
+WORTH = 0.97  # another step of the transform must leave at most this share of the divergence
+WORTH_SINGLE = 0.85  # choosing keys and values separately must take at most this share of the extra bytes
 PARTS = ("", "center", "rotate", "balance", "center+rotate", "center+balance", "center+balance+rotate")
 SIDES = ("keys", "values")
-Side = tuple[int, str]  # a layer's keys or values
+Side = tuple[int, str]  # a layer's number, and "keys" or "values"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Watched(KeyTransform):
-    """A key transform that changes nothing and counts what goes through.
+    """A key transform that changes nothing and gathers statistics.
 
     Attributes:
-        sums: by name, of each kv head and channel, (K, 1, D) float32: "tokens", "keys" and "key squares",
-            which are less "base", the first tokens' mean, and "query squares" of the query heads that read a
-            kv head.
+        sums: by name, per kv head and channel, (K, 1, D) float32: "tokens", "keys", "key squares" and "query
+            squares". "base" is the mean of the first tokens, which is subtracted from keys; query squares are
+            summed over the query heads that read a kv head.
     """
 
     sums: dict[str, Any] = field(default_factory=dict)
@@ -60,14 +58,14 @@ class Watched(KeyTransform):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of a layer's keys and queries. Each (K, D) of kv heads and channels."""
+    """Statistics of a layer's keys and queries, each (K, D): kv heads and channels."""
 
-    mean: mx.array  # of keys
-    spread: mx.array  # their standard deviation
-    queries: mx.array  # the root mean square of the queries that read them
-    # rotary, whose biases are split off: the balance has to be the same for both elements
+    mean: mx.array  # mean of the keys
+    spread: mx.array  # standard deviation of the keys
+    queries: mx.array  # root mean square of the queries that read them
+    # rotary pairs whose biases are split off; both elements of a pair then need the same balance
     pairs: tuple[int, ...]
-    rotates_values: bool  # as of kvant's default 4 bits
+    rotates_values: bool  # as in kvant's default 4-bit format
 
     @classmethod
     def of(cls, watched: Watched, rotates_values: bool) -> "Statistics":
@@ -77,17 +75,16 @@ class Statistics:
         K = sums["base"].shape[0]
         mean = sums["keys"] / tokens
         spread = mx.sqrt(mx.maximum(sums["key squares"] / tokens - mx.square(mean), 1e-12))
-        # Of a model that attends in its own way no queries are seen.
+        # A model with its own attention passes no queries.
         squares = (
             sums.get("query squares", tokens * mx.ones_like(mean)).reshape(K, -1, mean.shape[-1]).mean(axis=1)
         )
-        found = (mean + sums["base"]).squeeze(1), spread.squeeze(1), mx.sqrt(squares / tokens)
-        return cls(*found, () if split is None else split.pairs, rotates_values)
+        mean = (mean + sums["base"]).squeeze(1)
+        pairs = () if split is None else split.pairs
+        return cls(mean, spread.squeeze(1), mx.sqrt(squares / tokens), pairs, rotates_values)
 
     def choice(self, keys: int, values: int, group: int, parts: str) -> LayerChoice:
-        """How a layer stores tokens with bits of keys and of values, and some of center, balance and
-        rotate.
-        """
+        """Return a layer's format with these bits, and with some of center, balance and rotate."""
         names = parts.split("+")
         means: Any = self.mean.tolist()
         center = [[float(f"{x:.4g}") for x in row] for row in means] if "center" in names else []
@@ -102,22 +99,22 @@ class Statistics:
         )
 
     def _exponents(self, centered: bool) -> list[list[int]]:
-        """Of the factors s that make ``sum(k^2 / s^2) sum(q^2 s^2)``, a rotated group's error, the least."""
+        """Exponents of the s that minimize ``sum(k^2 / s^2) sum(q^2 s^2)``, a rotated group's error."""
         size = self.spread if centered else mx.sqrt(mx.square(self.spread) + mx.square(self.mean))
         factor = mx.log2(mx.maximum(size, 1e-6) / mx.maximum(self.queries, 1e-6)) / 2
         exponents = mx.round(factor - mx.median(factor, axis=-1, keepdims=True))
         if self.pairs:
             halves = exponents.reshape(len(exponents), 2, -1).max(axis=1, keepdims=True)
             exponents = mx.tile(halves, (1, 2, 1)).reshape(exponents.shape)
-        found: list[list[int]] = mx.clip(exponents, -MAX_EXPONENT, MAX_EXPONENT).astype(mx.int32).tolist()  # type: ignore[assignment]
-        return found
+        clipped: list[list[int]] = mx.clip(exponents, -MAX_EXPONENT, MAX_EXPONENT).astype(mx.int32).tolist()  # type: ignore[assignment]
+        return clipped
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     name: str
-    bytes_per_token: int  # of the cache, divided by the tokens it is reserved for
-    cache_bytes: int  # of the cache of a piece; layers with a window count in it
+    bytes_per_token: int  # the cache's bytes divided by its reserved tokens
+    cache_bytes: int  # bytes of a cache for one piece, including layers with a window
     figures: Figures
 
 
@@ -133,10 +130,10 @@ def tune(
 ) -> tuple[KVFormat, list[Row]]:
     """Choose a key transform for all layers, then layers with 8 bits, until the divergence is small enough.
 
-    As many layers get 8 bits as ``max_kld``, in nats, takes, those first that gain most a byte; or keys and
-    values of single layers, if that takes much less. ``kv_tail``: as of CacheOptions.
-    ``progress`` is called with (tokens fed, tokens to be fed at most). Returns the format, and all that was
-    tried, in order.
+    Layers get 8 bits in the order of their gain per byte, until the mean KLD is at most ``max_kld``, in nats.
+    Keys and values of single layers get them instead if that takes much less memory. ``kv_tail`` is
+    CacheOptions' ``tail``. ``progress`` is called with (tokens fed, tokens to be fed at most). Returns the
+    format, and a row for everything tried, in order.
     """
     seen = statistics(model, text)
     digest = "" if model.identity is None else model.identity.model
@@ -152,56 +149,54 @@ def tune(
 
     def made(parts: str, more: Collection[Side] = ()) -> CacheFormat:
         layers = []
-        for n, own in enumerate(seen):
+        for n, layer in enumerate(seen):
             keys, values = (MORE_BITS if (n, side) in more else kv_bits for side in SIDES)
-            layers.append(own.choice(keys, values, kv_group_size, parts))
+            layers.append(layer.choice(keys, values, kv_group_size, parts))
         return CacheFormat(kv_format=KVFormat(digest, tuple(layers)), tail=kv_tail)
 
-    allowed = [own for own in PARTS if "center" not in own or not getattr(model, "has_sinks", False)]
-    tried = measured(model, text, {own or "plain": made(own) for own in allowed}, fed)
+    allowed = [each for each in PARTS if "center" not in each or not getattr(model, "has_sinks", False)]
+    tried = measured(model, text, {each or "plain": made(each) for each in allowed}, fed)
     best = tried[0]
     parts = ""
-    for row, own in zip(tried, allowed, strict=True):
+    for row, candidate in zip(tried, allowed, strict=True):
         if row.figures.mean_kld_nats < WORTH * best.figures.mean_kld_nats:
             best = row
-            parts = own
+            parts = candidate
     last = best
     more = set[Side]()
     if best.figures.mean_kld_nats > max_kld and kv_bits < MORE_BITS:
         kld = best.figures.mean_kld_nats
         size = best.cache_bytes
 
-        def measure(given: Mapping[str, Collection[Side]]) -> list[Row]:
-            names = {f"{name} at {MORE_BITS} bits": made(parts, own) for name, own in given.items()}
+        def measure(choices: Mapping[str, Collection[Side]]) -> list[Row]:
+            names = {f"{name} at {MORE_BITS} bits": made(parts, sides) for name, sides in choices.items()}
             tried.extend(measured(model, text, names, fed))
-            return tried[-len(given) :]
+            return tried[-len(choices) :]
 
         def least(singles: Mapping[str, set[Side]]) -> tuple[Row, set[Side]]:
-            """The fewest of them that leave little enough, those first that gain most a byte; all, if none
-            do.
-            """
+            """Pick the fewest singles that suffice, those with the largest gain per byte first, or all."""
             rows = dict(zip(singles, measure(singles), strict=True))
             costs = {name: row.cache_bytes - size for name, row in rows.items() if row.cache_bytes > size}
             order = sorted(costs, key=lambda name: (rows[name].figures.mean_kld_nats - kld) / costs[name])
-            found = {1: (rows[order[0]], singles[order[0]])}
+            results = {1: (rows[order[0]], singles[order[0]])}
 
             def first(count: int) -> tuple[Row, set[Side]]:
-                if count not in found:
+                if count not in results:
                     some = set[Side]().union(*(singles[name] for name in order[:count]))
-                    keys, values = (sum(own == side for _, own in some) for side in SIDES)
-                    found[count] = measure({f"keys of {keys}, values of {values} layers": some})[0], some
-                return found[count]
+                    keys, values = (sum(which == side for _, which in some) for side in SIDES)
+                    results[count] = measure({f"keys of {keys}, values of {values} layers": some})[0], some
+                return results[count]
 
-            counts = range(1, len(order))  # the more of them, the less they leave
+            counts = range(1, len(order))  # bisectable: more of them leave less divergence
             return first(
                 1 + bisect_left(counts, True, key=lambda n: first(n)[0].figures.mean_kld_nats <= max_kld)
             )
 
         last, more = least({f"layer {n}": {(n, side) for side in SIDES} for n in range(len(seen))})
-        row, apart = least({f"{side} of layer {n}": {(n, side)} for n in range(len(seen)) for side in SIDES})
-        if row.cache_bytes - size <= WORTH_APART * (last.cache_bytes - size):
+        row, sides = least({f"{side} of layer {n}": {(n, side)} for n in range(len(seen)) for side in SIDES})
+        if row.cache_bytes - size <= WORTH_SINGLE * (last.cache_bytes - size):
             last = row
-            more = apart
+            more = sides
     chosen = made(parts, more).kv_format
     assert chosen is not None
     return replace(
@@ -212,13 +207,13 @@ def tune(
 def measured(
     model: LanguageModel, text: Text, formats: Mapping[str, CacheFormat], fed: Fed = lambda _: None
 ) -> list[Row]:
-    """Of each format by its name: its figures on a text, against a cache that is not quantized."""
+    """Measure each named format on a text, against a cache that is not quantized."""
     rows = []
     for start in range(0, len(formats), AT_ONCE):
         some = [*formats.items()][start : start + AT_ONCE]
         longest = len(text.pieces[0])
         readers = [
-            CacheReader(model, own.make_cache(model, longest)) for own in (REFERENCE, *dict(some).values())
+            CacheReader(model, form.make_cache(model, longest)) for form in (REFERENCE, *dict(some).values())
         ]
         tallies, _ = read_legs(readers, text, fed=fed)
         for (name, _), reader, tally in zip(some, readers[1:], tallies[1:], strict=True):
@@ -228,7 +223,7 @@ def measured(
 
 
 def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
-    """Of each layer that keeps keys and values."""
+    """Gather statistics of each layer that caches keys and values."""
     default = model.reserve_cache(1, CacheOptions(FITTED_BITS)).pool.layers
     cache = model.reserve_cache(len(text.pieces[0]), CacheOptions(0))
     watched = []
@@ -242,6 +237,6 @@ def statistics(model: LanguageModel, text: Text) -> list[Statistics]:
         for _ in feed(reader, piece):
             pass
     return [
-        Statistics.of(own, layer.transform.rotates_values)
-        for own, layer in zip(watched, default, strict=True)
+        Statistics.of(sums, layer.transform.rotates_values)
+        for sums, layer in zip(watched, default, strict=True)
     ]
