@@ -143,7 +143,7 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
         other.write_bytes(changed)
         with pytest.raises(KvantError, match=said):
             read_reference(other, 1280, None)
-    with pytest.raises(KvantError, match="of a model with 1280 tokens in its vocabulary; expected 5"):
+    with pytest.raises(KvantError, match="from a model with 1280 tokens in its vocabulary; expected 5"):
         read_reference(file, 5, None)
     assert "cannot be read" in refusal(1, "report", "--reference", str(tmp_path / "none"))
     assert "leave out --text" in refusal(2, "report", "--reference", str(file), "--text", "x")
