@@ -153,7 +153,7 @@ TOKENIZERS: list[Harm] = [
     (TOKENIZER_CONFIG, {"eos_token": 5}, "a token is a JSON int; expected a string"),
     (TOKENIZER_CONFIG, {"added_tokens_decoder": {"x": {"content": "a"}}}, "not an object of tokens by id"),
     (TOKENIZER_CONFIG, {"added_tokens_decoder": {"5": {}}}, "a token has no content"),
-    (TOKENIZER_CONFIG, {"additional_special_tokens": "abc"}, "no list of tokens"),
+    (TOKENIZER_CONFIG, {"additional_special_tokens": "abc"}, "not a list of tokens"),
     ("added_tokens.json", {"x": "y"}, "expected an id for every token"),
 ]
 

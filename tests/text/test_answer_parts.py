@@ -14,7 +14,7 @@ from support.tokenizers_made import make_tokenizer
 
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.call_form import ToolFormat, to_json
-from kvant.text.stream import CallPart, Part, TextPart, TextStream
+from kvant.text.stream import CallPart, AnswerPart, TextPart, TextStream
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import (
@@ -255,7 +255,7 @@ def thinkers(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     return made
 
 
-def joined(parts: list[Part]) -> list[Any]:
+def joined(parts: list[AnswerPart]) -> list[Any]:
     """Parts, with the pieces of a text put together, in the form of CASES."""
     found: list[Any] = []
     for is_text, run in groupby(
@@ -271,9 +271,9 @@ def joined(parts: list[Part]) -> list[Any]:
     return found
 
 
-def split(splitter: AnswerParts, text: str, sizes: random.Random | None) -> list[Part]:
+def split(splitter: AnswerParts, text: str, sizes: random.Random | None) -> list[AnswerPart]:
     """The parts of a text that comes in pieces; of one character each without ``sizes``."""
-    parts: list[Part] = []
+    parts: list[AnswerPart] = []
     place = 0
     while place < len(text):
         size = 1 if sizes is None else sizes.randrange(1, 12)
@@ -486,7 +486,12 @@ def test_text_that_may_begin_a_stop_string_comes_before_a_call(pocket: Any) -> N
 
 def test_stop_strings_are_looked_for_in_what_is_said(pocket: Any) -> None:
     """Thinking counts only up to the first text, even if that text is held back."""
-    steps: list[list[Part]] = [[], [TextPart("stop", thinking=True)], [TextPart("st")], [TextPart("a", True)]]
+    steps: list[list[AnswerPart]] = [
+        [],
+        [TextPart("stop", thinking=True)],
+        [TextPart("st")],
+        [TextPart("a", True)],
+    ]
     steps += [[TextPart("op")], [TextPart("b")]]
     rest = iter(steps)
     splitter: Any = SimpleNamespace(add=lambda text: next(rest))

@@ -280,7 +280,7 @@ def test_conversations_tokens_and_beginnings_of_answers(pocket: tuple[Any, Any],
     [
         ([], {}, "conversation is empty"),
         (["hello"], {}, "conversation has a str; expected messages"),
-        ([HOLDER], {}, "holds itself"),
+        ([HOLDER], {}, "contains itself"),
         ([MESSAGES[0] | {"content": None}], {"continue_final_message": True}, "no text to continue"),
         (MESSAGES, {"continue_final_message": True, "add_generation_prompt": True}, "expected one of them"),
         (MESSAGES, {"continue_final_message": True, "chat_template": "x"}, "does not keep the last message"),

@@ -213,11 +213,11 @@ DIFFERENT: dict[str, Change] = {
     ),
     "token 12 is '<more>' there and missing here": lambda raw: raw["added_tokens"].append(MORE),
     "its merges are not the same": lambda raw: raw["model"]["merges"].reverse(),
-    "its model is another": lambda raw: raw["model"].update(ignore_merges=True),
+    "its model is not the same": lambda raw: raw["model"].update(ignore_merges=True),
     "its added tokens are not the same": lambda raw: raw["added_tokens"][0].update(lstrip=True),
-    "its normalizer is another": lambda raw: raw.update(normalizer=None),
-    "its pre-tokenizer is another": lambda raw: raw["pre_tokenizer"].update(use_regex=False),
-    "its decoder is another": lambda raw: raw.update(
+    "its normalizer is not the same": lambda raw: raw.update(normalizer=None),
+    "its pre-tokenizer is not the same": lambda raw: raw["pre_tokenizer"].update(use_regex=False),
+    "its decoder is not the same": lambda raw: raw.update(
         decoder={"type": "Sequence", "decoders": [raw["decoder"], STRIP]}
     ),
 }

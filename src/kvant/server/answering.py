@@ -18,7 +18,7 @@ from kvant.server.turns import for_template, shown_tools, thinking_budget, with_
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.detokenizer import ByteDetokenizer
 from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
-from kvant.text.stream import CallPart, Part, TextStream
+from kvant.text.stream import AnswerPart, CallPart, TextStream
 from kvant.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # of a token that cannot come: JSON has no infinity. OpenAI's number
@@ -222,7 +222,7 @@ class AnswerText:
         """The next token, and after the last one what was held back."""
         assert token.token is not None
         self.tokens += 1
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         if token.finish_reason != "stop":  # an end of text is no part of it
             if self._logprobs:
                 assert token.logprob is not None
@@ -264,7 +264,7 @@ class AnswerText:
             found.append(replace(each, place=in_text))
         return found
 
-    def _event(self, part: Part) -> Text | Call:
+    def _event(self, part: AnswerPart) -> Text | Call:
         if isinstance(part, CallPart):
             self._pending = []
             self._written = 0

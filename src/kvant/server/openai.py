@@ -31,7 +31,7 @@ from kvant.server.left_out import LeftOut
 from kvant.server.service import Service
 from kvant.server.turns import Turns, check_arguments, checked_tools, text_of, tool_named, with_effort
 from kvant.text.grammar_source import MAX_SOURCE, escaped
-from kvant.text.prompt import GIVEN, check_variables, mentioned
+from kvant.text.prompt import RESERVED, check_variables, mentioned
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's, as are the following
 MAX_LOGPROBS = 5  # of /v1/completions
@@ -371,7 +371,7 @@ def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
 def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
     """The client's variables of the chat template. One that it does not mention has no effect."""
     given = dict(body.chat_template_kwargs or {})
-    known = mentioned(service.tokenizer) | GIVEN if given else set()
+    known = mentioned(service.tokenizer) | RESERVED if given else set()
     for name in [name for name in given if name not in known]:
         left_out.add(f"chat_template_kwargs.{name}")
         del given[name]

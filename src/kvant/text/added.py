@@ -1,4 +1,4 @@
-"""Added and special tokens of a folder's files, merged as transformers 5 merges them."""
+"""Merge the added and special tokens of a folder's files as transformers 5 does."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from kvant.text.folder import TOKEN_KEYS
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LISTS = ("extra_special_tokens", "additional_special_tokens")  # today's name, and the one before
+LISTS = ("extra_special_tokens", "additional_special_tokens")  # the current name, and the previous one
 Token = str | AddedToken
 
 
@@ -22,27 +22,30 @@ def folder_tokens(
 ) -> tuple[dict[str, str], list[str], list[AddedToken]]:
     """Merge tokenizer.json's added tokens by id, ``present``, with those of the other files.
 
-    ``rebuilt``: the tokenizer begins without them. ``defaults``: tokens by their role, if no file names one.
+    Args:
+        rebuilt: whether the tokenizer starts without ``present``.
+        defaults: tokens by role, used if no file names one.
 
-    Returns tokens by their role, the model's own (``image_token``) too; special ones without a role; and what
-    is to be added to the tokenizer, in this order.
+    Returns:
+        Tokens by role, including the model's own roles (``image_token``); special tokens without a role; and
+        the tokens to add to the tokenizer, in order.
     """
     settings = dict(config)
     if not settings.get(LISTS[0]) and LISTS[1] in settings:
         settings[LISTS[0]] = settings.pop(LISTS[1])
-    own = {
+    by_model = {
         name: settings.pop(name)
         for name in list(settings)
         if _is_named_by_model(name) and isinstance(settings[name], str)
     }
     if isinstance(settings.get(LISTS[0]), dict):
-        own |= settings.pop(LISTS[0])
+        by_model |= settings.pop(LISTS[0])
     listed = settings.get("added_tokens_decoder")
     if listed is not None:
         by_id = {int(key): token(value) for key, value in listed.items()}
         known = {added.content: added for added in by_id.values()}
     else:
-        _take_older(settings, own, special_tokens)
+        _merge_special_tokens_map(settings, by_model, special_tokens)
         special = {str(settings[name]) for name in NAMED if settings.get(name)}
         special |= {str(value) for value in settings.get(LISTS[0]) or ()}
         by_id = {
@@ -55,10 +58,10 @@ def folder_tokens(
     for name in NAMED:
         value = settings[name] if name in settings else defaults.get(name)
         if value is not None:
-            given = _as_token(value)
-            roles[name] = known.get(str(given), given) if name in settings else given
+            token_or_text = _as_token(value)
+            roles[name] = known.get(str(token_or_text), token_or_text) if name in settings else token_or_text
     usual = {name: value for name, value in defaults.items() if _is_named_by_model(name)}
-    others = usual | {name: value for name, value in settings.items() if _is_named_by_model(name)} | own
+    others = usual | {name: value for name, value in settings.items() if _is_named_by_model(name)} | by_model
     roles |= {
         name: _as_token(value) for name, value in others.items() if isinstance(value, str | dict | AddedToken)
     }
@@ -76,29 +79,31 @@ def folder_tokens(
 
 
 def token(value: Mapping[str, Any]) -> AddedToken:
-    """A token as a file describes it."""
+    """Make a token from its description in a file."""
     return AddedToken(**{key: item for key, item in value.items() if key in TOKEN_KEYS})
 
 
-def _take_older(settings: dict[str, Any], own: dict[str, Any], special_tokens: Mapping[str, Any]) -> None:
-    """In an older folder special_tokens_map.json counts before tokenizer_config.json."""
+def _merge_special_tokens_map(
+    settings: dict[str, Any], by_model: dict[str, Any], special_tokens: Mapping[str, Any]
+) -> None:
+    """In older folders special_tokens_map.json overrides tokenizer_config.json."""
     for name, value in special_tokens.items():
         if name != LISTS[0]:
             settings[name] = _as_token(value, special=True)
         elif isinstance(value, dict):
-            own |= value
+            by_model |= value
         else:
-            found = list(settings.get(name) or ())
+            merged = list(settings.get(name) or ())
             for item in value or ():
                 more = _as_token(item, special=True)
-                found += [more] if more not in found else []
-            settings[name] = found
+                merged += [more] if more not in merged else []
+            settings[name] = merged
 
 
 def _missing(
     present: Iterable[AddedToken], listed: list[AddedToken], roles: Mapping[str, Token], extra: list[Token]
 ) -> list[AddedToken]:
-    """Tokens the tokenizer lacks, and those the files describe; of them, those with a role become special."""
+    """Return tokens that files describe or the tokenizer lacks; those with a role become special."""
     missing: list[Token] = [*listed]
     contents = {added.content for added in (*present, *listed)}
     for value in (*roles.values(), *extra):

@@ -1,20 +1,20 @@
-"""An answer split while it streams: what the model thinks, what it says, and its tool calls."""
+"""Split an answer while it streams into thinking, text and tool calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvant.text.call_form import NoCallError, Reader, ToolFormat, schemas, to_json
-from kvant.text.stream import CallPart, Part, TextPart, overlap, text_parts
+from kvant.text.stream import AnswerPart, CallPart, TextPart, overlap, text_parts
 from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
 
 
 class AnswerParts:
-    """Splits one answer.
+    """Split one answer.
 
-    Text comes as soon as it cannot be the beginning of a mark or of a call. What looks like a call and is
-    none is text. Whitespace beside calls is left out. Where there are no tools, there are no calls, and all
-    text comes at once.
+    Text is returned as soon as it cannot be the beginning of a mark or of a call. Text that looks like a call
+    but is not one stays text. Whitespace around calls is dropped. Without tools there are no calls, and all
+    text is returned at once.
     """
 
     def __init__(
@@ -29,36 +29,36 @@ class AnswerParts:
         """Make a splitter.
 
         Args:
-            tokenizer: has the marks of thinking.
-            prompt: the rendered messages; None: text goes on.
-            tools: in OpenAI's form.
-            format: of calls.
-            only_calls: a grammar allows nothing but calls, so that text can only be a call that was cut. It
-                is dropped.
+            tokenizer: provides the marks of thinking.
+            prompt: the rendered messages; None if the answer continues a text.
+            tools: in OpenAI's format.
+            format: the format of calls.
+            only_calls: whether a grammar allows nothing but calls. Any text is then a truncated call and is
+                dropped.
         """
         self._thinking = None if prompt is None else Thinking.of(tokenizer, prompt)
         self._tools = schemas(tools)
         self._format = format if tools else None
-        self._pending = ""  # may begin a call, or is one under way
-        self._space = ""  # whitespace that is text if no call follows
+        self._pending = ""  # may begin a call, or is an incomplete one
+        self._space = ""  # whitespace that is text unless a call follows
         self._reader: Reader | None = None
-        self._called = False  # there was a call
+        self._called = False  # whether there was a call
         self._only_calls = only_calls
-        # nothing was said yet; then "text", and "called" where a call was the last thing
+        # "first" before any output, "text" after text, "called" directly after a call
         self._state = "first"
 
-    def add(self, text: str) -> list[Part]:
-        """Take the next piece of the answer; return what is certain."""
+    def add(self, text: str) -> list[AnswerPart]:
+        """Add the next piece of the answer; return the parts that are certain now."""
         pieces = [(False, text)] if self._thinking is None else self._thinking.add(text)
         return self._split(pieces, is_all=False)
 
-    def finish(self) -> list[Part]:
-        """What was held back, at the end of the answer."""
+    def finish(self) -> list[AnswerPart]:
+        """Return the pending parts at the end of the answer."""
         pieces = [] if self._thinking is None else self._thinking.finish()
         return self._split([*pieces, (False, "")], is_all=True)
 
-    def _split(self, pieces: Sequence[tuple[bool, str]], is_all: bool) -> list[Part]:
-        parts: list[Part] = []
+    def _split(self, pieces: Sequence[tuple[bool, str]], is_all: bool) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         for place, (thinking, text) in enumerate(pieces):
             if thinking:
                 parts.append(TextPart(text, True))
@@ -73,8 +73,8 @@ class AnswerParts:
             parts += text_parts(self._space)
         return parts
 
-    def _step(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002
-        """Take from the held text what is certain. Returns whether there may be more."""
+    def _step(self, format: ToolFormat, parts: list[AnswerPart], is_all: bool) -> bool:  # noqa: A002
+        """Move what is certain from the pending text to ``parts``. Return whether there may be more."""
         if not self._pending:
             return False
         if self._reader is None:
@@ -95,33 +95,33 @@ class AnswerParts:
         self._reader = None
         return True
 
-    def _look(self, format: ToolFormat, parts: list[Part], is_all: bool) -> bool:  # noqa: A002
-        """Look for a mark that begins calls. Returns whether there is one."""
+    def _look(self, format: ToolFormat, parts: list[AnswerPart], is_all: bool) -> bool:  # noqa: A002
+        """Look for the start of calls. Return whether there is one."""
         marks = format.starts if format.several or not self._called else ()
         blank = len(self._pending) - len(self._pending.lstrip())
         if self._state == "first" and format.first and self._pending.startswith(format.first, blank):
-            found = blank
+            start = blank
         else:
-            found = min((at for mark in marks if (at := self._pending.find(mark)) >= 0), default=-1)
-        head_at = len(self._pending)  # the text before it cannot be part of a head
+            start = min((at for mark in marks if (at := self._pending.find(mark)) >= 0), default=-1)
+        head_at = len(self._pending)  # text before it cannot belong to a head
         is_head = False
         if format.head:
             head_at, is_head = self._find_head(format.head)
-        if is_head and not 0 <= found < head_at:
-            found = head_at
-        if found >= 0:
-            self._say(self._take(found), parts)
+        if is_head and not 0 <= start < head_at:
+            start = head_at
+        if start >= 0:
+            self._say(self._take(start), parts)
             self._reader = format.reader()
             return True
-        kept = max((overlap(self._pending, mark) for mark in marks), default=0)
-        certain = len(self._pending) if is_all else min(head_at, len(self._pending) - kept)
+        uncertain = max((overlap(self._pending, mark) for mark in marks), default=0)
+        certain = len(self._pending) if is_all else min(head_at, len(self._pending) - uncertain)
         self._say(self._take(certain), parts)
         return False
 
     def _find_head(self, head: str) -> tuple[int, bool]:
-        """Return where a line begins with a head and a known tool's name, and whether both are complete.
+        """Find a line that begins with a head and a known tool's name; return where, and if it is complete.
 
-        The place is the end of the text if there is no such line, even if more text comes.
+        If there is no such line, the position is where one may still begin, or the end of the text.
         """
         pending = self._pending
         at = pending.find(head)
@@ -139,23 +139,23 @@ class AnswerParts:
         return at if self._begins_line(at) else len(pending), False
 
     def _begins_line(self, at: int) -> bool:
-        """Return whether a place of the held text is the start of a line, or of the answer."""
+        """Whether a position in the pending text is the start of a line, or of the answer."""
         before = self._pending[at - 1] if at else self._space[-1:]
         return before == "\n" or (not at and self._state != "text" and not self._space)
 
     def _take(self, length: int) -> str:
-        taken = self._pending[:length]
+        text = self._pending[:length]
         self._pending = self._pending[length:]
-        return taken
+        return text
 
-    def _say(self, text: str, parts: list[Part]) -> None:
+    def _say(self, text: str, parts: list[AnswerPart]) -> None:
         if self._only_calls:
             return
         text = self._space + text
         if self._state == "called":
             text = text.lstrip()
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        if said:
-            parts.append(TextPart(said))
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            parts.append(TextPart(shown))
             self._state = "text"

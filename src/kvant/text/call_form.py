@@ -1,4 +1,4 @@
-"""What every form of tool calls has: where a call ends as its text grows, and that its tool can take it."""
+"""The basis of all formats of tool calls: find the end of a call as its text grows, and check the call."""
 
 import json
 import re
@@ -7,36 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-MAX_DEPTH = 64  # of a call's JSON
-Call = tuple[str, dict[str, Any]]  # a name and arguments
-Schemas = Mapping[str, Mapping[str, Any]]  # of arguments, by the tool's name
+MAX_DEPTH = 64  # nesting of a call's JSON
+Call = tuple[str, dict[str, Any]]  # name and arguments
+Schemas = Mapping[str, Mapping[str, Any]]  # schemas of arguments by tool name
 
 
 class NoCallError(Exception):
-    """Text that began as a call does is none."""
+    """Raised for text that began like a call but is not one."""
 
     def __init__(self, reason: str, length: int) -> None:
         super().__init__(reason)
-        self.length = length  # characters of it that are text; a call may begin after them
+        self.length = length  # characters that are text; a call may begin after them
 
 
 class Reader(ABC):
-    """Finds the end of one call, or list of calls, as its text grows."""
+    """Find the end of one call, or list of calls, as its text grows."""
 
     @abstractmethod
     def end(self, text: str, is_all: bool) -> int | None:
-        """How many characters of a text are calls; None: not known yet, unless nothing more comes
-        (``is_all``).
+        """Return how many characters are calls, or None if that is not yet known.
 
-        ``text``: from the mark that begins the calls. Each time it is the one before and what came since.
+        Args:
+            text: starts at the mark that begins the calls. Each time it is the previous text plus what came
+                since.
+            is_all: whether no more text will come.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How calls are written, for a grammar: begin, calls with ``between`` between them, end.
+    """How a grammar writes calls: begin, calls separated by ``between``, end.
 
-    A call is before_name, its name, before_arguments, its arguments as a JSON object, after_arguments.
+    A call is before_name, its name, before_arguments, its arguments as a JSON object, and after_arguments.
     """
 
     before_name: str
@@ -48,70 +50,70 @@ class Writing:
 
 
 class ToolFormat(ABC):
-    """One form of tool calls."""
+    """One format of tool calls."""
 
     name: ClassVar[str]
-    starts: ClassVar[tuple[str, ...]]  # texts that may begin calls anywhere in an answer
-    first: ClassVar[str] = ""  # one that may begin them where an answer begins; "": none
-    # Begins a call without a mark, at the start of a line, if a tool's name and ">" follow it; "": none.
+    starts: ClassVar[tuple[str, ...]]  # marks that may begin calls anywhere in an answer
+    first: ClassVar[str] = ""  # begins calls at the start of an answer; "": nothing does
+    # Begins a call without a mark if it starts a line, and a tool's name and ">" follow; "": nothing does.
     head: ClassVar[str] = ""
-    several: ClassVar[bool] = True  # an answer may have more than one call
-    text_arguments: ClassVar[bool] = False  # the template takes arguments as JSON text
+    several: ClassVar[bool] = True  # whether an answer may have more than one call
+    text_arguments: ClassVar[bool] = False  # whether the template expects arguments as JSON text
     writing: Writing | None = None  # None: arguments are not JSON, and calls cannot be forced
 
     @abstractmethod
     def reader(self) -> Reader:
-        """For the next calls of an answer."""
+        """Return a reader for the next calls of an answer."""
 
     @abstractmethod
     def read(self, text: str, tools: Schemas) -> list[Call]:
-        """The calls of a text that a reader found the end of, not checked yet."""
+        """Parse a text whose end a reader found; the calls are not checked yet."""
 
-    def call_id(self, given: str, name: str, number: int) -> str:
-        """The id of the ``number``-th call of a conversation, as the template takes it: any."""
-        return given
+    def call_id(self, proposed: str, name: str, number: int) -> str:
+        """Return an id that the template accepts for a conversation's ``number``-th call."""
+        return proposed
 
     def calls(self, text: str, tools: Schemas) -> list[Call]:
-        """:meth:`read`, and each call checked: its tool is known, and its arguments are an object."""
+        """Parse with :meth:`read`, and check that the tools are known and their arguments are objects."""
         try:
-            found = self.read(text, tools)
-            for name, arguments in found:
+            calls = self.read(text, tools)
+            for name, arguments in calls:
                 if not isinstance(name, str) or name not in tools:
-                    raise ValueError(f"a call of {name!r}, which is no tool")
+                    raise ValueError(f"a call of {name!r}, which is not a tool")
                 if not isinstance(arguments, dict):
-                    raise ValueError(f"{name}: the arguments are no object")
-                # fails at a number that JSON cannot write, and at half of a character
+                    raise ValueError(f"{name}: the arguments are not an object")
+                # fails for numbers that JSON cannot represent, and for lone surrogates
                 to_json(arguments).encode()
-            if not found:
+            if not calls:
                 raise ValueError("no calls")
         except (ValueError, RecursionError) as error:
             raise NoCallError(str(error), len(text)) from error
-        return found
+        return calls
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The JSON schemas of arguments by the tools' names, of tools in OpenAI's form."""
+    """Return the JSON schemas of arguments by tool name, for tools in OpenAI's format."""
     functions = [tool["function"] for tool in tools]
     return {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
 
 
 def to_json(arguments: Mapping[str, Any]) -> str:
-    """Arguments as JSON text, in one line."""
+    """Return arguments as JSON text in one line."""
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class JsonForm(ToolFormat):
-    """A form whose calls are a JSON object or list behind a mark."""
+    """A format with a JSON object or list after a mark."""
 
-    keys: ClassVar[tuple[str, ...]] = ()  # the first key of the object is one of them; (): any
-    end: ClassVar[str] = ""  # the mark behind it; an answer may end before it
-    needs_end: ClassVar[bool] = True  # what is no such mark makes it text
+    keys: ClassVar[tuple[str, ...]] = ()  # allowed first keys of the object; (): any
+    end: ClassVar[str] = ""  # the mark after it; an answer may end before the mark
+    needs_end: ClassVar[bool] = True  # whether anything else after it makes it text
 
     def reader(self) -> Reader:
         return _JsonReader(self)
 
     def json_start(self, text: str, is_all: bool) -> int | None:
-        """The place of its first bracket; None: not known yet."""
+        """Return the position of the first bracket, or None if that is not yet known."""
         start = len(self.starts[0]) if text.startswith(self.starts[0]) else 0
         at = skip_space(text, start)
         if at == len(text) and not is_all:
@@ -121,9 +123,7 @@ class JsonForm(ToolFormat):
 
 
 class _JsonReader(Reader):
-    """Only brackets and strings are looked at, and the first key: so text that only begins as a call is
-    known early.
-    """
+    """Find the end of JSON by brackets, strings and the first key only, so that other text is known early."""
 
     def __init__(self, form: JsonForm) -> None:
         self._form = form
@@ -131,7 +131,7 @@ class _JsonReader(Reader):
         self._start: int | None = None
         self._at = self._depth = 0
         self._in_string = False
-        self._end: int | None = None  # of the JSON
+        self._end: int | None = None  # end of the JSON
 
     def end(self, text: str, is_all: bool) -> int | None:
         if self._start is None:
@@ -155,7 +155,7 @@ class _JsonReader(Reader):
             is_another = is_all or text.startswith(self._form.starts, at)
             return self._end if is_another else None
         end = may_be(mark, text, at, self._end)
-        # A model may end its answer without the mark. The call is whole.
+        # A model may end its answer without the mark; the call is complete.
         return len(text) if end is None and is_all else end
 
     def _check_key(self, text: str, start: int) -> None:
@@ -164,18 +164,18 @@ class _JsonReader(Reader):
         if begun.startswith(self._keys):
             self._keys = ()
         elif not any(key.startswith(begun) for key in self._keys):
-            raise NoCallError("an object that is no call", start)
+            raise NoCallError("an object that is not a call", start)
 
     def _find(self, text: str) -> int | None:
         while True:
-            found = (_IN_STRING if self._in_string else _STRUCTURE).search(text, self._at)
-            if found is None:
-                # A backslash at the end goes with the character to come.
+            match = (_IN_STRING if self._in_string else _STRUCTURE).search(text, self._at)
+            if match is None:
+                # A backslash at the end belongs to the next character.
                 begun = self._in_string and len(text) > self._at and text.endswith("\\")
                 self._at = len(text) - begun
                 return None
-            self._at = found.end()
-            mark = found[0]
+            self._at = match.end()
+            mark = match[0]
             if mark == '"':
                 self._in_string = not self._in_string
             elif mark in "{[":
@@ -194,15 +194,15 @@ _SPACE = re.compile(r"\s*")
 
 
 def skip_space(text: str, at: int) -> int:
-    """The place of the first character from there on that is no whitespace."""
-    # a model may write blanks without end, and they are skipped again at each token
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+    """Return the position of the first character from ``at`` on that is not whitespace."""
+    # A regular expression: models may write endless blanks, which are skipped again at each token.
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
 
 
 def may_be(mark: str, text: str, at: int, otherwise: int) -> int | None:
-    """The place after a mark that is at a place; None: the text ends in it."""
+    """Return the position after a mark at ``at``, or None if the text ends inside it."""
     if text.startswith(mark, at):
         return at + len(mark)
     if not mark.startswith(text[at : at + len(mark)]):
@@ -211,23 +211,23 @@ def may_be(mark: str, text: str, at: int, otherwise: int) -> int | None:
 
 
 def may_be_any(marks: Sequence[str], text: str, at: int) -> bool:
-    """Return whether one of the marks is at a place in the text, or may be once there is more text."""
+    """Whether one of the marks is at a position in the text, or may be once there is more text."""
     return any(mark.startswith(text[at : at + len(mark)]) for mark in marks)
 
 
 def load_json(text: str) -> Any:
-    """A call's JSON. Line breaks may stand in strings as they are, as models write them; NaN is refused."""
+    """Parse a call's JSON. Strings may contain raw line breaks, as models write them; NaN is refused."""
     return json.loads(text, strict=False, parse_constant=_constant)
 
 
 def call_of(value: Any, *keys: str) -> Call:
-    """A call of a JSON value; its arguments have one of the keys."""
+    """Make a call from a JSON value whose arguments are under one of the keys."""
     if not isinstance(value, dict) or value.keys() - {"name", "id", "type", *keys}:
         raise ValueError("not an object with a name and arguments")
-    given = [value[key] for key in keys if key in value]
-    if len(given) > 1:
+    arguments = [value[key] for key in keys if key in value]
+    if len(arguments) > 1:
         raise ValueError("arguments twice")
-    return value.get("name", ""), given[0] if given else {}
+    return value.get("name", ""), arguments[0] if arguments else {}
 
 
 def _constant(name: str) -> NoReturn:

@@ -1,6 +1,4 @@
-"""Token ids to text as they come: whole characters only. The interface is that of mlx-lm's streaming
-detokenizers.
-"""
+"""Decode token ids to text as they come, whole characters only, like mlx-lm's streaming detokenizers."""
 
 import codecs
 from abc import ABC, abstractmethod
@@ -11,47 +9,46 @@ SPACE = "▁".encode()
 
 
 class StreamingDetokenizer(ABC):
-    """Text of a growing sequence of token ids."""
+    """Decode a growing sequence of token ids."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start a new sequence."""
         self.text = ""  # the certain text so far
         self.tokens: list[int] = []  # the ids so far
         self.offset = 0
 
     @abstractmethod
     def add_token(self, token: int) -> None:
-        """Take an id."""
+        """Add an id."""
 
     @abstractmethod
     def finalize(self) -> None:
-        """Give out the text that was held back."""
+        """Append the pending text at the end of the sequence."""
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of UTF-8 that an id stands for; of a whole character, or of a part of one."""
+        """Return the UTF-8 bytes of an id, which may be only part of a character."""
 
     @property
     def last_segment(self) -> str:
-        """The text since this was last asked for."""
+        """The text since this property was last read."""
         segment = self.text[self.offset :]
         self.offset = len(self.text)
         return segment
 
 
 class ByteDetokenizer(StreamingDetokenizer):
-    """For vocabularies whose tokens stand for bytes: byte-level ones, and those that fall back to bytes.
+    """For vocabularies whose tokens stand for bytes: byte-level ones, and those with byte fallback.
 
-    The text is that of the tokenizer's ``decode`` for all ids, but for a run of byte tokens that is not UTF-8
-    throughout. ``decode`` makes replacement characters of the whole run. Here its whole characters were given
-    out.
+    The text equals the tokenizer's ``decode`` of all ids, except for runs of byte tokens that are not valid
+    UTF-8. ``decode`` replaces the whole run; here the run's complete characters have already been returned.
     """
 
     def __init__(self, pieces: Sequence[str | None], *, byte_level: bool, strips: bool) -> None:
-        """``pieces``: the vocabulary's strings by id; ``strips``: the first space goes."""
+        """``pieces``: the vocabulary's strings by id; ``strips``: drop the text's first space."""
         self._pieces = pieces
         self._byte_level = byte_level
         self._strips = strips
@@ -65,21 +62,21 @@ class ByteDetokenizer(StreamingDetokenizer):
     def add_token(self, token: int) -> None:
         self.tokens.append(token)
         content, is_bytes = self._content(token)
-        held = b"" if is_bytes else self._decoder.getstate()[0]
-        if held:  # bytes of a character that is not going to be whole
+        incomplete = b"" if is_bytes else self._decoder.getstate()[0]
+        if incomplete:  # bytes of a character that will not be completed
             self._decoder.reset()
-        self._append(UNKNOWN * len(held) + self._decoder.decode(content))
+        self._append(UNKNOWN * len(incomplete) + self._decoder.decode(content))
 
     def finalize(self) -> None:
-        held = self._decoder.getstate()[0]
+        incomplete = self._decoder.getstate()[0]
         rest = self._decoder.decode(b"", final=True)
-        self._append(rest if self._byte_level else UNKNOWN * len(held))
+        self._append(rest if self._byte_level else UNKNOWN * len(incomplete))
 
     def token_bytes(self, token: int) -> bytes:
         return self._content(token)[0]
 
     def _content(self, token: int) -> tuple[bytes, bool]:
-        """Its bytes, and whether they may be a part of a character."""
+        """Return a token's bytes, and whether they may be part of a character."""
         piece = self._pieces[token] if token < len(self._pieces) else None
         return _piece_bytes(piece or "", self._byte_level)
 
@@ -91,7 +88,7 @@ class ByteDetokenizer(StreamingDetokenizer):
 
 
 class WindowDetokenizer(StreamingDetokenizer):
-    """For any tokenizer: decodes the last tokens again with each new one, and takes the text they gained."""
+    """For any tokenizer: decode the last tokens again with each new one, and append what was added."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -99,7 +96,7 @@ class WindowDetokenizer(StreamingDetokenizer):
 
     def reset(self) -> None:
         super().reset()
-        self._first = self._read = 0  # the first token decoded again; the first whose text is not out yet
+        self._first = self._read = 0  # first token to decode again; first token whose text is pending
         self._known = ""
 
     def add_token(self, token: int) -> None:
@@ -122,9 +119,7 @@ class WindowDetokenizer(StreamingDetokenizer):
 
 
 def _table() -> dict[str, int]:
-    """The letters of byte-level vocabularies, GPT-2's: a byte that is a visible character stands for
-    itself.
-    """
+    """Return GPT-2's letters of byte-level vocabularies; bytes of visible characters stand for themselves."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -134,12 +129,10 @@ BYTES = _table()
 
 
 def _piece_bytes(piece: str, byte_level: bool) -> tuple[bytes, bool]:
-    """The bytes, and whether they may be a part of a character; of a vocabulary with byte fallback those
-    as <0xE2>.
-    """
-    if byte_level:  # one that has any other letter, such as an added one with a space, stands for itself
-        found = [BYTES.get(letter, -1) for letter in piece]
-        return piece.encode("utf-8", "replace") if -1 in found else bytes(found), True
+    """Return a piece's bytes, and whether they may be part of a character, like byte fallback's <0xE2>."""
+    if byte_level:  # a piece with any other letter, such as an added token with a space, is plain text
+        values = [BYTES.get(letter, -1) for letter in piece]
+        return piece.encode("utf-8", "replace") if -1 in values else bytes(values), True
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)]), True

@@ -1,8 +1,7 @@
-"""The tokenizer of a folder, in the worker process: tokenizer.json by the tokenizers library, settings as
-transformers applies them, so that the ids are those that transformers 5 gives.
+"""A folder's tokenizer, in the worker process: runs tokenizer.json as transformers 5 would.
 
-Where transformers builds a class's own pipeline instead of the file's (DEFAULTS has their names), so does
-this.
+The ids equal those of transformers 5. For classes whose pipeline transformers builds itself instead of using
+the file's (see DEFAULTS), this module does the same.
 """
 
 import hashlib
@@ -11,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-# before the import: one text at a time needs no pool of threads
+# Set before the import: one text at a time needs no thread pool.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -22,11 +21,11 @@ from kvant.text.added import folder_tokens, token
 from kvant.text.folder import check_token
 
 Json = dict[str, Any]
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # settings of an added token
 STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
-MAX_ID = 2**24  # a token's id is a place in a table
-# Tokens of a vocabulary -> the marks around its model's thoughts. The first entry whose tokens are there
-# counts. From <think> on they are mlx-lm's, in its order.
+MAX_ID = 2**24  # ids index a table
+# Tokens of a vocabulary -> the marks around its model's thoughts. The first entry whose tokens all exist is
+# used. From <think> on, entries are mlx-lm's, in its order.
 THINKING = {
     ("[THINK]", "[/THINK]"): ("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
     ("<mm:think>", "</mm:think>"): ("<mm:think>", "</mm:think>"),  # MiniMax M3
@@ -38,7 +37,7 @@ THINKING = {
     ("<|channel>", "<channel|>"): ("<|channel>thought", "<channel|>"),
     ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"): ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 }
-# before them a word's space goes
+# the space before these is removed
 SPACES = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 SPM = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -51,7 +50,7 @@ QWEN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 END = "<|endoftext|>"
-DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class where the folder names none
+DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class if the folder names none
     "Qwen2Tokenizer": {"unk_token": END, "eos_token": END, "pad_token": END},
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "CodeLlamaTokenizer": {
@@ -64,12 +63,12 @@ DEFAULTS: dict[str, dict[str, str | None]] = {  # special tokens of a class wher
 
 
 class Encoder:
-    """A loaded tokenizer; its methods answer the worker's requests."""
+    """A loaded tokenizer whose methods answer the worker's requests."""
 
     def __init__(
         self, content: bytes, config: Json, special_tokens: Json, added_tokens: Json, model: Json
     ) -> None:
-        """From the bytes of tokenizer.json, the folder's other files, and config.json's two words."""
+        """Load tokenizer.json's bytes with the folder's other files and two strings of config.json."""
         raw = parse_json(content, "tokenizer.json")
         _check(raw)
         self._decoder = raw.get("decoder")
@@ -78,11 +77,11 @@ class Encoder:
         declared = config.get("tokenizer_class") or model.get("tokenizer_class")
         pipeline = pipeline_class(model.get("model_type"), declared, content, self._kind)
         present = {added["id"]: token(added) for added in raw.get("added_tokens") or ()}
-        padding = raw.get("padding") or {}  # there is none; transformers takes its token
+        padding = raw.get("padding") or {}  # transformers uses its token even without padding
         listed = config.get("added_tokens_decoder")
         if pipeline is not None and listed is not None:
             described = {int(key): repr(token(value)) for key, value in listed.items()}
-            # then the file's do not count
+            # if they differ, the added tokens of tokenizer.json do not count
             if described != {key: repr(value) for key, value in present.items()}:
                 content = json.dumps({**raw, "added_tokens": []}).encode()
         del raw
@@ -92,7 +91,7 @@ class Encoder:
         if pipeline is not None:
             self._rebuild(pipeline, config)
         elif makes_bytes and not _has_byte_level(self._decoder):
-            self._decode_bytes()  # some conversions have SentencePiece's decoder there
+            self._decode_bytes()  # some conversions have SentencePiece's decoder instead
         defaults = {"pad_token": padding.get("pad_token"), **DEFAULTS.get(pipeline or "", {})}
         self._named, self._extra, adding = folder_tokens(
             present, pipeline is not None, defaults, config, special_tokens, added_tokens
@@ -103,9 +102,9 @@ class Encoder:
         self._clean_up = bool(config.get("clean_up_tokenization_spaces"))
 
     def facts(self) -> dict[str, Any]:
-        """Facts that the parent process need not ask for."""
+        """Return facts that the parent process then need not ask for."""
         find = self._tokenizer.token_to_id
-        # Clean-up looks at several tokens at once.
+        # Clean-up needs several tokens at once.
         kind = decoder_kind(self._decoder) if not self._clean_up or self._kind == "BPE" else "other"
         added = self._tokenizer.get_added_tokens_decoder()
         last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -126,13 +125,11 @@ class Encoder:
         }
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Text to token ids."""
+        """Encode text to token ids."""
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool, clean_up: bool | None) -> str:
-        """Token ids to text; ``clean_up``: None is the folder's own choice, and byte pair encoding needs
-        none.
-        """
+        """Decode token ids; ``clean_up`` None means the folder's setting. Byte pair encoding needs none."""
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         if self._kind != "BPE" and (self._clean_up if clean_up is None else clean_up):
             for spaced in SPACES:
@@ -140,28 +137,28 @@ class Encoder:
         return text
 
     def tokens(self, ids: list[int]) -> list[str | None]:
-        """Token ids to the vocabulary's strings; None for an id it does not have."""
+        """Return the vocabulary's strings of token ids, None for unknown ids."""
         return [self._tokenizer.id_to_token(token) for token in ids]
 
     def ids(self, tokens: list[str]) -> list[int | None]:
-        """The vocabulary's strings to token ids; None for a string it does not have."""
+        """Return the ids of the vocabulary's strings, None for unknown strings."""
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token's id."""
+        """Return every token's id."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def parts(self) -> dict[str, str]:
-        """SHA-256 by the part's name, the vocabulary first: of what differs, the first part is named.
+        """Return a SHA-256 of each part of the tokenizer by name, the vocabulary first.
 
-        What has no effect on ids or text is left out: the order in a file, merges as text or as pairs, a
-        sequence of one step, whether a token is special. What is put around a text is left out, too: a draft
-        model is given ids.
+        Two tokenizers that differ in ids or text differ in a part. Differences without effect are ignored:
+        the order in a file, merges as text or as pairs, a sequence of one step, whether a token is special.
+        So are tokens added around a text, because a draft model receives ids.
         """
         raw = json.loads(self._tokenizer.to_str())
         model = raw["model"]
         vocabulary = model.pop("vocab", None)
-        # of a Unigram: pieces with a score each
+        # a Unigram vocabulary lists pieces with scores
         scores = None if isinstance(vocabulary, dict) else vocabulary
         parts: dict[str, Any] = {
             "vocabulary": sorted((place, token) for token, place in self.vocabulary().items()),
@@ -174,12 +171,12 @@ class Encoder:
         for name, steps in STEPS.items():
             parts[name.replace("_", "-")] = _step(raw[name], steps)
         return {
-            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
-            for name, part in parts.items()
+            name: hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+            for name, content in parts.items()
         }
 
     def _finish(self, name: str | None) -> None:
-        """The last steps of some classes, after their tokens were added."""
+        """Apply the last steps of some classes, after their tokens were added."""
         tokenizer = self._tokenizer
         named = self._named
         if name == "Qwen2Tokenizer":
@@ -195,7 +192,7 @@ class Encoder:
             tokenizer.model.unk_token = named.get("unk_token")
 
     def _rebuild(self, name: str, config: Mapping[str, Any]) -> None:
-        """The pipeline of a class of transformers around the file's vocabulary."""
+        """Build a transformers class's pipeline around the file's vocabulary."""
         tokenizer = self._tokenizer
         model = tokenizer.model
         assert isinstance(model, BPE)
@@ -210,7 +207,7 @@ class Encoder:
             spaced = prefix is None or bool(prefix)
             legacy = name == "LlamaTokenizer" and config.get("legacy")
             scheme = "never" if not spaced else "always" if legacy else "first"
-            spaced = spaced or name == "CodeLlamaTokenizer"  # it always decodes so
+            spaced = spaced or name == "CodeLlamaTokenizer"  # which always decodes so
             tokenizer.normalizer = None
             tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
                 replacement="▁", prepend_scheme=scheme, split=False
@@ -233,33 +230,33 @@ class Encoder:
 
 
 def pipeline_class(model_type: str | None, declared: object, content: bytes, kind: str) -> str | None:
-    """The class for which transformers 5 builds a pipeline of its own; None: it takes tokenizer.json's.
+    """Return the class whose pipeline transformers 5 builds itself; None if it uses tokenizer.json's.
 
-    ``declared``: the folder's tokenizer_class. ``content``: tokenizer.json, whose model is of the type
-        ``kind``.
+    ``declared`` is the folder's tokenizer_class, ``kind`` the type of the model in tokenizer.json,
+    ``content``.
     """
     name = declared.removesuffix("Fast") if isinstance(declared, str) else ""
     if model_type == "qwen2" or (model_type in ("qwen3", "qwen3_moe") and not name):
-        name = "Qwen2Tokenizer"  # published ones declare others, wrongly
+        name = "Qwen2Tokenizer"  # published folders wrongly declare others
     if name not in DEFAULTS or model_type in ("mistral", "olmo2") or kind != "BPE":
         return None
     return None if name == "LlamaTokenizer" and b'"ByteLevel"' in content else name
 
 
 def _step(step: Any, steps: str) -> Any:
-    """A step without what has no effect."""
+    """Return a step without settings that have no effect."""
     if not isinstance(step, dict):
         return step
     if step["type"] == "Sequence":
-        found = [_step(each, steps) for each in step[steps]]
-        return found[0] if len(found) == 1 else found
+        normalized = [_step(each, steps) for each in step[steps]]
+        return normalized[0] if len(normalized) == 1 else normalized
     if step["type"] == "ByteLevel" and steps == "decoders":
         return {"type": "ByteLevel"}
     return {key: value for key, value in step.items() if key != "trim_offsets"}
 
 
 def _has_byte_level(step: Any) -> bool:
-    """Return whether a normalizer, a pre-tokenizer or a decoder is ByteLevel or has such a step."""
+    """Whether a normalizer, pre-tokenizer or decoder is ByteLevel or has such a step."""
     if not isinstance(step, dict):
         return False
     return step.get("type") == "ByteLevel" or any(
@@ -268,9 +265,7 @@ def _has_byte_level(step: Any) -> bool:
 
 
 def decoder_kind(decoder: object) -> str:
-    """How tokens become bytes: ``byte_level``, ``byte_fallback``, or ``other``: only the library can
-    decode.
-    """
+    """Return how tokens become bytes: ``byte_level``, ``byte_fallback``, or ``other`` (library only)."""
     if not isinstance(decoder, dict):
         return "other"
     if decoder.get("type") == "ByteLevel":
@@ -280,7 +275,7 @@ def decoder_kind(decoder: object) -> str:
 
 
 def _check(raw: dict[str, Any]) -> None:
-    """Refuse a file that the library would print about, or make an absurd table of."""
+    """Refuse a file for which the library would print messages or allocate an absurd table."""
     if not isinstance(raw.get("model"), dict):
         raise ValueError("tokenizer.json: no model; expected a tokenizer as the tokenizers library writes it")
     added = raw.get("added_tokens") or []

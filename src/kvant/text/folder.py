@@ -1,6 +1,4 @@
-"""A model folder's tokenizer files, read with care: a stranger may have made them. The worker parses
-tokenizer.json.
-"""
+"""Read a model folder's tokenizer files, which may come from a stranger. The worker parses tokenizer.json."""
 
 import os
 from collections.abc import Mapping
@@ -12,21 +10,21 @@ from kvant.errors import ModelError
 from kvant.files import read_bytes, read_optional, read_text, refuse_code
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
-MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published ones have some 30,000
+MAX_TEMPLATE_BYTES = 1024 * 1024  # the longest published templates have about 30,000
 TOKEN_KEYS = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}  # of a token in any file
-TEMPLATES = "additional_chat_templates"  # a folder of further ones
+TEMPLATES = "additional_chat_templates"  # a folder of further templates
 
 
 def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str, str]]:
-    """Read them; nothing else of the folder is opened.
+    """Read a folder's tokenizer files and no others.
 
-    Returns the bytes of tokenizer.json; what the other files say, as arguments of
-    :class:`kvant.text.encoding.Encoder`; and chat templates by name: "default" is the one that is used when
+    Returns the bytes of tokenizer.json; the other files' contents as arguments of
+    :class:`kvant.text.encoding.Encoder`; and chat templates by name, "default" being the one that is used if
     none is named.
     """
     if not os.path.lexists(folder / "tokenizer.json"):
         raise ModelError(
-            f"{folder}: no tokenizer.json; transformers makes one: "
+            f"{folder}: no tokenizer.json; transformers can make one: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     path = folder / "tokenizer_config.json"
@@ -50,18 +48,16 @@ def read_tokenizer_files(folder: Path) -> tuple[bytes, dict[str, Any], dict[str,
 
 
 def _templates(folder: Path, config: Path, stored: object) -> dict[str, str]:
-    """Templates in files of their own, else those ``stored`` in tokenizer_config.json, the file
-    ``config``.
-    """
-    found = {}
+    """Return templates from separate files, or else those ``stored`` in the file ``config``."""
+    by_name = {}
     if os.path.lexists(folder / "chat_template.jinja"):
-        found["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
+        by_name["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
     more = folder / TEMPLATES
     if more.is_symlink():
         raise ModelError(f"{more}: a link; expected a folder")
     if more.is_dir():
         for path in sorted(more.glob("[!.]*.jinja")):
-            found[path.stem] = read_text(path, MAX_TEMPLATE_BYTES, folder)
+            by_name[path.stem] = read_text(path, MAX_TEMPLATE_BYTES, folder)
     if isinstance(stored, str):
         stored = [{"name": "default", "template": stored}]
     if not isinstance(stored, list | None):
@@ -69,17 +65,17 @@ def _templates(folder: Path, config: Path, stored: object) -> dict[str, str]:
     entries = [entry if isinstance(entry, dict) else {} for entry in stored or ()]
     if not all(isinstance(entry.get(key), str) for entry in entries for key in ("name", "template")):
         raise ModelError(f"{config}: chat_template is a list; expected objects of a name and a template")
-    return found or {entry["name"]: entry["template"] for entry in entries}
+    return by_name or {entry["name"]: entry["template"] for entry in entries}
 
 
 def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:
-    """The tokens among settings, wherever they are: by their role, in lists, by id."""
+    """Check the tokens among settings, wherever they are: by role, in lists, by id."""
     listed = raw.get("added_tokens_decoder")
     if listed is not None and not (isinstance(listed, dict) and all(key.isdecimal() for key in listed)):
         raise ModelError(f"{path}: added_tokens_decoder is not an object of tokens by id")
     more = raw.get("extra_special_tokens"), raw.get("additional_special_tokens")
     if not all(isinstance(group, dict | list | None) for group in more):
-        raise ModelError(f"{path}: extra_special_tokens is no list of tokens")
+        raise ModelError(f"{path}: extra_special_tokens is not a list of tokens")
     groups = [group.values() if isinstance(group, dict) else group for group in (listed, *more) if group]
     roles = (value for key, value in raw.items() if key.endswith("_token"))
     for token in chain(roles, *groups):
@@ -90,7 +86,7 @@ def _check_tokens(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def check_token(shown: object, token: Mapping[str, Any], more: set[str]) -> None:
-    """Refuse a description of a token that has other keys than all have, and ``more``."""
+    """Refuse a token's description with keys other than the usual ones and ``more``."""
     known = TOKEN_KEYS | more
     unknown = sorted(token.keys() - known)
     if unknown or not isinstance(token.get("content"), str):

@@ -1,6 +1,4 @@
-"""Answers that have to follow a JSON schema, a regular expression or a grammar: which tokens may come
-next.
-"""
+"""Constrain answers to a JSON schema, regular expression or grammar: decide which tokens may come next."""
 
 import threading
 from collections.abc import Collection
@@ -17,15 +15,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Grammar", "Grammars", "Matcher", "ToolGrammar", "build_tool_grammar"]
 
-TIME_LIMIT_S = 2.0  # of processor time to compile; nearly all take milliseconds
-KEPT_BYTES = 256 << 10  # of documents whose grammars are kept; a grammar takes several times its document
+TIME_LIMIT_S = 2.0  # processor time to compile a grammar; nearly all take milliseconds
+CACHE_BYTES = 256 << 10  # documents of cached grammars; a grammar takes several times its document
 
 
 class Grammars:
-    """Compiles the grammars of one tokenizer, for threads of this process.
+    """Compile the grammars of one tokenizer, for threads of this process.
 
-    A grammar is first compiled in a separate process, within 2 seconds of processor time: some take minutes,
-    and the library cannot be interrupted. Compiling it again here takes about as long.
+    A grammar is first compiled in a separate process within 2 seconds of processor time, because some take
+    minutes and the library cannot be interrupted. Compiling it again here takes about as long.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -34,59 +32,58 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._prepared: _Prepared | None = None
-        # By salt and document, the last used at the end.
+        # By salt and document, the most recently used last.
         self._compiled: dict[tuple[bytes, str], Grammar] = {}
 
     def prepare(self) -> "_Prepared":
-        """Prepare the vocabulary now. Else the first grammar does, and no other thread goes on meanwhile."""
+        """Prepare the vocabulary now, rather than for the first grammar; blocks all Python threads."""
         with self._lock:
             if self._prepared is None:
                 self._prepared = _Prepared(self._tokenizer, self._vocab_size)
             return self._prepared
 
     def close(self) -> None:
-        """End the process of the checks."""
+        """End the process that checks grammars."""
         with self._lock:
             if self._prepared is not None:
                 self._prepared.process.close()
 
     def compile(self, kind: Kind, source: Source | ToolGrammar = "", prompt: str | None = None) -> "Grammar":
-        """A grammar that answers can be held to.
+        """Compile a grammar for answers.
 
         Args:
-            kind: "json_object": any JSON object. "json_schema": JSON that satisfies a schema. Both without
-                whitespace between their parts. "regex": text that a regular expression of Rust's syntax
-                matches whole. "grammar": one in llguidance's form of Lark's language. "tool_calls": of
+            kind: "json_object": any JSON object. "json_schema": JSON that satisfies a schema. Both have no
+                whitespace between their elements. "regex": text that a regular expression in Rust's syntax
+                matches completely. "grammar": llguidance's variant of Lark's language. "tool_calls": a
                 :func:`build_tool_grammar`.
-            source: a schema as an object or as JSON text; else text.
-            prompt: the rendered messages, of a model that may think before it answers. Thinking is free.
+            source: a schema as an object or JSON text; otherwise text.
+            prompt: the rendered messages, for a model that may think first. Thinking is not constrained.
 
         Raises:
-            GrammarError: a source that is wrong, too large or takes too long; or a tokenizer that cannot be
-                used.
+            GrammarError: the source is invalid, too large or takes too long, or the tokenizer cannot be used.
         """
         return self.compile_document(kind, self.document(kind, source, prompt))
 
     def document(self, kind: Kind, source: Source | ToolGrammar = "", prompt: str | None = None) -> str:
-        """Return a source as a JSON document for llguidance. Arguments and errors are :meth:`compile`'s."""
+        """Convert a source to a JSON document for llguidance. Arguments and errors are :meth:`compile`'s."""
         return document(kind, source, self.prepare().marked, prompt)
 
     def compiled(self, text: str, salt: bytes = b"") -> "Grammar | None":
-        """Return the grammar of a document that was compiled recently with the same salt, or None."""
+        """Return the grammar of a recently compiled document with the same salt, or None."""
         with self._lock:
-            found = self._compiled.pop((salt, text), None)
-            if found is not None:
-                self._compiled[salt, text] = found
-            return found
+            grammar = self._compiled.pop((salt, text), None)
+            if grammar is not None:
+                self._compiled[salt, text] = grammar
+            return grammar
 
     def compile_document(self, kind: Kind, text: str, salt: bytes = b"") -> "Grammar":
-        """Return the grammar of a document of :meth:`document`, and keep it for requests with the same salt.
+        """Return the grammar of a document from :meth:`document`; cache it for requests with the same salt.
 
         Raises:
-            GrammarError: the grammar is wrong, or takes too long to compile.
+            GrammarError: the grammar is invalid, or takes too long to compile.
         """
-        if (found := self.compiled(text, salt)) is not None:
-            return found
+        if (cached := self.compiled(text, salt)) is not None:
+            return cached
         prepared = self.prepare()
         try:
             prepared.process.ask(
@@ -99,15 +96,13 @@ class Grammars:
         made = Grammar(matcher, prepared.vocabulary.eos_tokens, self._vocab_size)
         with self._lock:
             self._compiled[salt, text] = made
-            while sum(len(document) for _, document in self._compiled) > KEPT_BYTES:
+            while sum(len(document) for _, document in self._compiled) > CACHE_BYTES:
                 del self._compiled[next(iter(self._compiled))]
         return made
 
 
 class Grammar:
-    """A compiled grammar. It goes among the logits processors of a request or a call, and is never
-    changed.
-    """
+    """A compiled grammar. It never changes, and is passed as a logits processor of a request or a call."""
 
     def __init__(self, compiled: "LLMatcher", eos_tokens: Collection[int], vocab_size: int) -> None:
         self._compiled = compiled
@@ -115,43 +110,42 @@ class Grammar:
         self.vocab_size = vocab_size
 
     def check(self, vocab_size: int, stop_tokens: Collection[int]) -> None:
-        """Raise a ValueError for a model or for stop tokens that an answer under this grammar cannot have."""
+        """Raise a ValueError if the model or the stop tokens do not fit this grammar."""
         if vocab_size != self.vocab_size:
             raise ValueError(f"the grammar is for {self.vocab_size} tokens; the model has {vocab_size}")
         if not self.eos_tokens <= set(stop_tokens):
             raise ValueError(
-                f"an answer under a grammar ends with an end-of-text token, one of "
-                f"{sorted(self.eos_tokens)}; "
-                f"they are not all among the stop tokens, which are {sorted(stop_tokens)}"
+                "an answer under a grammar ends with an end-of-text token, one of "
+                f"{sorted(self.eos_tokens)}; not all are among the stop tokens, {sorted(stop_tokens)}"
             )
 
     def matcher(self) -> "Matcher":
-        """For one answer, at its beginning."""
+        """Return a matcher at the beginning of an answer."""
         return Matcher(self._compiled.deep_copy())
 
 
 class Matcher:
-    """How far one answer has come in its grammar. One thread uses it."""
+    """The state of one answer in its grammar, for use by one thread."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher
 
     def mask(self) -> bytes:
-        """A byte for each token of the model: 0 where it must not come next.
+        """Return a byte for each token of the model: 0 if it must not come next.
 
-        Where nothing but the end may follow, the end-of-text tokens are allowed. Taking too long is a
-        GrammarError.
+        If nothing but the end may follow, the end-of-text tokens are allowed. Raises a GrammarError if this
+        takes too long.
         """
         return guidance.next_mask(self._matcher)
 
     def take(self, token: int) -> None:
-        """Go on with a token. One that the grammar does not allow is a GrammarError."""
+        """Add a token; raise a GrammarError if the grammar does not allow it."""
         if not self._matcher.consume_token(token):
             raise GrammarError(f"token {token} does not follow the grammar: {guidance.reason(self._matcher)}")
 
 
 class _Prepared:
-    """What all grammars of a tokenizer share."""
+    """Data that all grammars of a tokenizer share."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         tokens = tokenizer.token_bytes()

@@ -1,7 +1,6 @@
-"""What an answer has to follow, as llguidance takes it: a JSON document with a grammar in its form of Lark's
-language.
+"""Write constraints for llguidance: a JSON document with grammars in its variant of Lark's language.
 
-Its syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md.
+Syntax: github.com/guidance-ai/llguidance, docs/syntax.md and docs/json_schema.md.
 """
 
 import json
@@ -18,19 +17,17 @@ from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "tool_calls"]
-Source = Mapping[str, Any] | str | bool  # a schema as an object or as JSON text; of other kinds text
+Source = Mapping[str, Any] | str | bool  # a schema as an object or JSON text; text for other kinds
 
 MAX_SOURCE = 64 * 1024  # bytes
-# A model splits forced text into tokens as it likes: else the library would ask the tokenizer's process at
-# each.
+# Do not force the tokens of forced text: the library would ask the tokenizer's process for each.
 OPTIONS = '%llguidance {"no_forcing": true}'
-# No whitespace between JSON's parts: small models write it without end. A schema must not change any of
-# these.
+# No whitespace in JSON: small models write it endlessly. A schema must not change these settings.
 COMPACT = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 SPACED = {**COMPACT, "item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
 SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # schemas by name
 ALTERNATIVES = ("anyOf", "oneOf")
-# an object may have parts in several places
+# an object that uses these may list its properties in several places
 OPEN = {"allOf", "if", "dependentSchemas", "unevaluatedProperties"}
 LISTED = {"properties", "patternProperties", "required"}
 SAYS_OTHERS = {
@@ -42,29 +39,28 @@ SAYS_OTHERS = {
     *ALTERNATIVES,
 }
 CONSTANTS = ("const", "enum")
-VALUES = (*CONSTANTS, "default", "examples")  # no schemas
-# What the library holds texts to. To JSON Schema a format is an annotation, so any other one is left out.
+VALUES = (*CONSTANTS, "default", "examples")  # their values are not schemas
+# Formats that the library enforces. JSON Schema treats formats as annotations, so others are dropped.
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 CONTROL = re.compile(r"\\u00(?:[01]|7f)")  # in JSON: a control character without a short escape
-MOST_EXACT = 2**63  # below it the library writes every integer that a float64 can hold as it is
+MOST_EXACT = 2**63  # the library writes smaller integers exactly if a float64 can represent them
 NEXT = 1e-12
-# Comments, texts and regular expressions of a grammar. Their ends may be missing, so that nothing is read
-# twice.
+# Comments, strings and regular expressions in a grammar. Their ends are optional, so that matching is linear.
 QUOTED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?', re.DOTALL)
-TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # a rule's
+TEMPERATURE = re.compile(r"\btemperature\b\s*=")  # an attribute of rules
 ANY_TEXT = "TEXT: /(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolGrammar:
-    """Tool calls that an answer has to be, or may have."""
+    """Tool calls that an answer must or may consist of."""
 
     form: ToolFormat
-    # of arguments by name; or a Lark grammar of the one, ``input``
+    # schemas of arguments by name, or a Lark grammar of the only argument, ``input``
     schemas: Mapping[str, Mapping[str, Any] | str]
-    must: bool  # the answer is calls; else it is text, with or without calls
-    several: bool  # there may be more than one
-    text: tuple[Kind, Source] | None = None  # an answer that is not calls; None: any text
+    must: bool  # the answer must be calls; otherwise it is text, with or without calls
+    several: bool  # there may be more than one call
+    text: tuple[Kind, Source] | None = None  # constrains an answer that is not calls; None: any text
 
 
 def build_tool_grammar(
@@ -74,15 +70,15 @@ def build_tool_grammar(
     parallel: bool = True,
     text: tuple[Kind, Source] | None = None,
 ) -> ToolGrammar:
-    """A source for :meth:`kvant.text.grammar.Grammars.compile`.
+    """Build a source for :meth:`kvant.text.grammar.Grammars.compile`.
 
     Args:
-        form: of the model's calls.
-        tools: in OpenAI's form, with a ``grammar`` in place of ``parameters`` where the one argument
-            ``input`` has one. For one that has to be called: this one alone.
-        choice: "required": the answer is calls. "auto": text, in which a call may come; then the arguments of
-            tools that are ``strict`` satisfy their schemas, and others are any object.
-        parallel: there may be more than one call, where the form has several.
+        form: the format of the model's calls.
+        tools: in OpenAI's format, with ``grammar`` instead of ``parameters`` for a tool whose only argument
+            ``input`` must follow one. To force one tool, pass only that tool.
+        choice: "required": the answer is calls. "auto": text that may contain calls; then arguments of tools
+            that are ``strict`` satisfy their schemas, and other tools' may be any object.
+        parallel: allow several calls if the format does.
         text: with "auto", kind and source of an answer that is not calls. Then all arguments satisfy their
             schemas.
     """
@@ -101,20 +97,20 @@ def build_tool_grammar(
 
 
 def check_size(kind: str, source: object) -> None:
-    """Refuse a source that is too large, before anything else looks at it."""
+    """Refuse a source that is too large before anything else reads it."""
     size = 0
-    for part in _values(source):
-        size += len(part) if isinstance(part, str) else 1
-        if isinstance(part, Mapping | list | tuple):
-            size += len(part)
-        if isinstance(part, Mapping):
-            size += sum(len(str(name)) for name in part)
+    for item in _values(source):
+        size += len(item) if isinstance(item, str) else 1
+        if isinstance(item, Mapping | list | tuple):
+            size += len(item)
+        if isinstance(item, Mapping):
+            size += sum(len(str(name)) for name in item)
         if size > MAX_SOURCE:
             raise GrammarError(f"the {kind} has more than {MAX_SOURCE} characters")
 
 
 class Marked:
-    """Text in a grammar's language, where marks that are tokens of the vocabulary are those tokens."""
+    """Write text in the grammar's language, using tokens for marks that are tokens of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, mark_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
@@ -124,25 +120,21 @@ class Marked:
         self._marks = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def text(self, text: str) -> str:
-        """A literal text."""
+        """Write a literal text."""
         pieces = [piece for piece in self._marks.split(text) if piece]
         return " ".join(
             f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece) for piece in pieces
         )
 
     def up_to(self, rule: str, mark: str) -> str:
-        """A rule of any text and a mark behind it. If the mark begins with a token, text cannot be taken
-        for it.
-        """
+        """Write a rule for any text up to a mark. A mark that begins with a token cannot match text."""
         if self._marks.match(mark):
             return f"{rule}: TEXT {self.text(mark)}"
         return f"{rule}[lazy]: /(?s:.*){escaped(mark)}/"
 
 
 def document(kind: Kind, source: Source | ToolGrammar, marked: Marked, prompt: str | None) -> str:
-    """The JSON document of a source, whose arguments are those of
-    :meth:`kvant.text.grammar.Grammars.compile`.
-    """
+    """Convert a source to a JSON document. Arguments: :meth:`kvant.text.grammar.Grammars.compile`'s."""
     try:
         first, *more = _grammars(kind, source, marked)
         thinking = None if prompt is None else _thinking(marked, prompt)
@@ -158,7 +150,7 @@ def document(kind: Kind, source: Source | ToolGrammar, marked: Marked, prompt: s
 
 
 def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[dict[str, Any]]:
-    """The grammar of an answer, and those that it refers to by name."""
+    """Return the grammar of an answer, and those to which it refers by name."""
     check_size(kind, list(source.schemas.items()) if isinstance(source, ToolGrammar) else source)
     named: list[dict[str, Any]] = []
     if isinstance(source, ToolGrammar) and source.text is not None and not source.must:
@@ -182,27 +174,25 @@ def _grammars(kind: Kind, source: Source | ToolGrammar, marked: Marked) -> list[
 
 
 def _json(name: str, schema: Mapping[str, Any], how: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a grammar of JSON by its schema, under a name."""
-    keywords = {key for part in _objects(schema) for key in part}
+    """Return a grammar of JSON that follows a schema, under a name."""
+    keywords = {key for item in _objects(schema) for key in item}
     exact = _exact(schema, closes=not OPEN & keywords)
     escapes = 'nrbtf\\"u'
-    # Beside a listed "a" the library would take "\u0061" for a name that is not listed, and hold its value to
-    # another schema. So nothing may be written as \u in such a schema.
-    if any(LISTED & set(part) and part.get("additionalProperties") is not False for part in _objects(exact)):
+    # If "a" is listed, the library would take "\u0061" for an unlisted name and apply another schema to its
+    # value. So \u is not allowed in such a schema.
+    if any(LISTED & set(item) and item.get("additionalProperties") is not False for item in _objects(exact)):
         escapes = escapes.removesuffix("u")
-        constants = [part[key] for part in _objects(exact) for key in CONSTANTS if key in part]
+        constants = [item[key] for item in _objects(exact) for key in CONSTANTS if key in item]
         if CONTROL.search(json.dumps(constants)):
-            message = "the json_schema's constants have a control character; expected none beside open names"
+            message = "the json_schema's constants have a control character; expected none with open names"
             raise GrammarError(message)
     return {"name": name, "json_schema": exact | {"x-guidance": {**how, "json_allowed_escapes": escapes}}}
 
 
 def _without_temperature(source: str) -> str:
-    """A grammar of the client's, which is refused if it says how to sample."""
+    """Return a client's grammar; refuse one that says how to sample."""
     if TEMPERATURE.search(QUOTED.sub('""', source)):
-        raise GrammarError(
-            "the grammar has a temperature; expected none: an answer is sampled with its request's"
-        )
+        raise GrammarError("the grammar has a temperature; expected none: the request's temperature applies")
     return source
 
 
@@ -211,7 +201,7 @@ def _lark(lines: Sequence[str]) -> dict[str, Any]:
 
 
 def _schema(source: object) -> Mapping[str, Any]:
-    """A schema as an object."""
+    """Return a schema as an object."""
     try:
         schema = json.loads(source) if isinstance(source, str) else source
         json.dumps(schema, allow_nan=False)
@@ -225,37 +215,36 @@ def _schema(source: object) -> Mapping[str, Any]:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """Yield a JSON value and every value inside it, however deep; a value comes before those inside it."""
+    """Yield a JSON value and every value inside it, outer values first."""
     left = [value]
     while left:
-        part = left.pop()
-        yield part
-        if isinstance(part, Mapping):
-            left += part.values()
-        elif isinstance(part, list | tuple):
-            left += part
+        item = left.pop()
+        yield item
+        if isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
 
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the JSON objects in a value: a schema's parts, and the objects that hold parts by name."""
-    return (part for part in _values(value) if isinstance(part, Mapping))
+    """Yield the JSON objects in a value: subschemas, and objects of subschemas by name."""
+    return (item for item in _values(value) if isinstance(item, Mapping))
 
 
 def unknown_formats(schema: object) -> set[str]:
     """Return the names of a schema's formats that no grammar enforces."""
-    found = (part.get("format") for part in _objects(schema))
-    return {name for name in found if isinstance(name, str) and name not in FORMATS}
+    formats = (item.get("format") for item in _objects(schema))
+    return {name for name in formats if isinstance(name, str) and name not in FORMATS}
 
 
 def _exact(schema: Any, closes: bool) -> Any:
-    """Return a schema as answers are held to it: without unknown formats, and stricter in two ways.
+    """Return a schema without unknown formats, and stricter in two ways.
 
-    The library allows 9 where a number must be above 9 and at most 9.5. So an exclusive bound becomes the
-    next number,
-    nearly: one that is a billionth of a thousandth further.
+    The library allows 9 if a number must be above 9 and at most 9.5, so an exclusive bound becomes an
+    inclusive one that is 1e-12 (relative to it) further.
 
-    If ``closes``, an object that lists its properties has no others, unless the schema says so: a model would
-    write one after the other. So do OpenAI's strict mode and llama.cpp.
+    If ``closes``, an object that lists its properties has no others unless the schema says so, because a
+    model would write one after another. OpenAI's strict mode and llama.cpp do the same.
     """
     if isinstance(schema, list):
         return [_exact(each, closes) for each in schema]
@@ -271,7 +260,7 @@ def _exact(schema: Any, closes: bool) -> Any:
             made[key] = value
         elif key == "format" and isinstance(value, str) and value not in FORMATS:
             continue
-        else:  # an alternative does not close the object that it is a part of
+        else:  # an alternative does not close the object to which it belongs
             made[key] = _exact(value, closes and not (key in ALTERNATIVES and "properties" in schema))
     if made.get("type") != "integer":
         _move(made, "Minimum", NEXT, max)
@@ -291,7 +280,7 @@ def _exact(schema: Any, closes: bool) -> Any:
 
 
 def _check_least(schema: Mapping[str, Any]) -> None:
-    """Refuse an object that needs several names of the model's choice: it could write one name twice."""
+    """Refuse an object that needs several names of the model's choice: it could write one of them twice."""
     least = schema.get("minProperties")
     required = schema.get("required")
     is_open = schema.get("patternProperties") or schema.get("additionalProperties") is not False
@@ -299,22 +288,21 @@ def _check_least(schema: Mapping[str, Any]) -> None:
     if is_open and isinstance(least, int) and least > most:
         raise GrammarError(
             f"the json_schema's minProperties is {least}; expected at most {most}, one more than are "
-            f"required: "
-            "a name that is not required could come twice"
+            "required: a name that is not required could come twice"
         )
 
 
 def _check_numbers(key: str, value: Any) -> None:
-    """Refuse an integer in a constant that the library would change: it reads every number as a float64."""
-    for part in _values(value):
-        if isinstance(part, int) and (abs(part) >= MOST_EXACT or float(part) != part):
+    """Refuse integer constants that the library would change, since it reads numbers as float64."""
+    for item in _values(value):
+        if isinstance(item, int) and (abs(item) >= MOST_EXACT or float(item) != item):
             raise GrammarError(
-                f"the json_schema's {key} has the integer {part!s:.40}, which is not held exactly"
+                f"the json_schema's {key} has the integer {item!s:.40}, which cannot be represented exactly"
             )
 
 
 def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callable[[Any, Any], Any]) -> None:
-    """Replace an exclusive bound of a schema by an inclusive one."""
+    """Replace a schema's exclusive bound with an inclusive one."""
     exclusive = f"exclusive{bound_name}"
     inclusive = bound_name.lower()
     bound = schema.get(exclusive)
@@ -329,10 +317,10 @@ def _move(schema: dict[str, Any], bound_name: str, by: float, strictest: Callabl
 
 
 def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the lines of a grammar of tool calls, and the grammars of arguments that they name.
+    """Return the lines of a grammar of tool calls, and the grammars of arguments to which they refer.
 
-    llguidance's StructTag has no list of calls and no calls that must come, and takes a mark inside a tag for
-    text.
+    llguidance's StructTag supports neither lists of calls nor required calls, and treats a mark inside a tag
+    as text.
     """
     form = source.form
     writing = form.writing
@@ -349,7 +337,7 @@ def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[st
     if source.must:
         lines.append(f"start: {marked.text(writing.begin)} {several} {marked.text(writing.end)}")
     else:
-        # Free text is read up to the mark that begins calls, and the mark with it.
+        # Free text is read up to and including the mark that begins calls.
         mark = next(
             (mark for mark in form.starts if (writing.begin or writing.before_name).startswith(mark)), ""
         )
@@ -368,7 +356,7 @@ def _calls(source: ToolGrammar, marked: Marked) -> tuple[list[str], list[dict[st
 
 
 def _input(name: str, source: str) -> list[dict[str, Any]]:
-    """The grammar of a JSON object with one text, ``input``, under a name, and that of the text."""
+    """Return the grammar of a JSON object with one text, ``input``, and that of the text."""
     lines = [rf'start: "{{\"input\": \"" @{name}_text "\"}}"']
     return [
         {"name": name, **_lark(lines)},
@@ -377,9 +365,9 @@ def _input(name: str, source: str) -> list[dict[str, Any]]:
 
 
 def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
-    """The lines of text in which calls may come; ``rest`` is calls without the mark that begins them."""
+    """Return the lines of text that may contain calls; ``rest`` is calls without the mark that begins one."""
     form = source.form
-    if not mark:  # calls are known by how the answer begins
+    if not mark:  # the beginning of the answer shows whether it is a call
         marks = "".join(f" | {marked.text(start)} rest" for start in form.starts)
         first = re.escape(form.first)
         return [f"start: TEXT | rest{marks}", rf"TEXT: /\s*([^\s{first}](?s:.*))?/"]
@@ -388,9 +376,7 @@ def _free(source: ToolGrammar, marked: Marked, mark: str) -> list[str]:
 
 
 def _thinking(marked: Marked, prompt: str) -> list[str] | None:
-    """The lines of an answer that thinking may come before; None: this tokenizer's model does not think
-    aloud.
-    """
+    """Return the lines of an answer that may start with thinking; None if the model has no marks for it."""
     marks = marks_of(marked.tokenizer)
     if marks is None:
         return None
@@ -406,5 +392,5 @@ def _thinking(marked: Marked, prompt: str) -> list[str] | None:
 
 
 def escaped(text: str) -> str:
-    """A regular expression of exactly this text, in Rust's syntax and also between slashes."""
+    """Return a regular expression that matches exactly this text, in Rust's syntax or between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)

@@ -1,7 +1,8 @@
-"""A process that runs a model folder's tokenizer and chat template, bounded in time and memory.
+"""Run a model folder's tokenizer and chat template in a process, with limits on time and memory.
 
-Both are a stranger's programs: a template is one, and a tokenizer's regular expressions and normalizers can
-run for ever or take all memory. A library that interprets them cannot be interrupted. A process can be ended.
+Both can be a stranger's programs: a template is one, and a tokenizer's regular expressions and normalizers
+can run forever or use all memory. A library that interprets them cannot be interrupted, but a process can be
+killed.
 """
 
 import json
@@ -20,31 +21,30 @@ from typing import Any
 
 from kvant.errors import EngineError, ModelError
 
-TIME_LIMIT_S = 5.0  # of processor time, a text; templates and tokenizers take milliseconds
-WALL_LIMIT_S = 60.0  # for a process that is stopped or never starts; a busy machine does not come near it
-MEMORY_LIMIT = 512 * 1024 * 1024  # beside the loaded tokenizer
-MAX_ANSWER = 160 * 1024 * 1024  # bytes: the longest text there can be
+TIME_LIMIT_S = 5.0  # processor time per text; templates and tokenizers take milliseconds
+WALL_LIMIT_S = 60.0  # for a process that is stopped or never starts; never reached on a busy machine
+MEMORY_LIMIT = 512 * 1024 * 1024  # in addition to the loaded tokenizer
+MAX_ANSWER = 160 * 1024 * 1024  # bytes of the longest possible text
 LOOK_S = 0.1
-# macOS counts shared memory too, more than any useful limit. There the memory is looked at from time to time.
+# macOS would count shared memory, which is more than any useful limit. There we poll the resident memory.
 ADDRESS_LIMIT = MEMORY_LIMIT if sys.platform == "linux" else 0
 
 PROGRAM = Path(__file__).with_name("worker.py")
 
 
 class TextError(Exception):
-    """Why the process has no answer, as the end of a sentence."""
+    """Why the process has no answer, phrased as the end of a sentence."""
 
 
 class _GoneError(TextError):
-    """Something else than the request ended the process."""
+    """The process was ended by something other than the request."""
 
 
 class TextProcess:
-    """A process that renders templates and runs a tokenizer, one request at a time, for threads of this
-    process.
+    """Render templates and run a tokenizer in another process, one request at a time; safe for threads.
 
-    It is started at once. Where it had to be ended it is started again, with the same tokenizer. It ends with
-    this object or with Python.
+    The process starts with this object. If it had to be killed, the next request starts another with the same
+    tokenizer. It ends with this object or with Python.
     """
 
     def __init__(
@@ -54,18 +54,17 @@ class TextProcess:
 
         Args:
             tokenizer: the request that loads a tokenizer, and its payload, as in :meth:`load`.
-            time_limit_s: seconds of processor time for a request; None is :data:`TIME_LIMIT_S`.
+            time_limit_s: processor time for a request in seconds; None means :data:`TIME_LIMIT_S`.
         """
         self._limit_s = time_limit_s
-        self._lock = threading.RLock()  # a thread that was interrupted while it gave the lock back may go on
+        self._lock = threading.RLock()  # a thread may be interrupted while it releases the lock, then retry
         self._tokenizer = tokenizer
         self._start()
 
     def load(self, request: dict[str, Any], payload: bytes) -> Callable[[], dict[str, Any]]:
-        """Send the request that loads a tokenizer. It is loaded again after every new start.
+        """Send the request that loads a tokenizer, which is repeated whenever the process is restarted.
 
-        The function that is returned waits for the answer and raises as :meth:`ask`, which may not be called
-        before it.
+        The returned function waits for the answer and raises like :meth:`ask`. Call it before :meth:`ask`.
         """
         line = self._encoded(request, payload)
         with self._lock, self._ended_on_error():
@@ -73,8 +72,8 @@ class TextProcess:
 
         def answer() -> dict[str, Any]:
             with self._lock, self._ended_on_error():
-                found = self._answer()
-            facts: dict[str, Any] = _result(found)
+                reply = self._answer()
+            facts: dict[str, Any] = _result(reply)
             self._tokenizer = request, payload
             self._resting = resident_bytes(self._process.pid) if not ADDRESS_LIMIT else 0
             return facts
@@ -82,7 +81,7 @@ class TextProcess:
         return answer
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """The worker's result for a request of JSON."""
+        """Return the worker's result for a JSON request."""
         line = self._encoded(request)
         with self._lock:
             try:
@@ -97,11 +96,11 @@ class TextProcess:
         return _result(answer)
 
     def close(self) -> None:
-        """End the process, also one that is stopped. A further request starts another one."""
+        """End the process, even one that is stopped. A further request starts another."""
         self._end()
 
     def __reduce__(self) -> tuple[type["TextProcess"], tuple[Any, ...]]:
-        return TextProcess, (self._tokenizer, self._limit_s)  # a copy has a process of its own
+        return TextProcess, (self._tokenizer, self._limit_s)  # a copy has its own process
 
     @property
     def _time_limit_s(self) -> float:
@@ -110,8 +109,7 @@ class TextProcess:
     def _start(self) -> None:
         try:
             self._process = subprocess.Popen(
-                # -P: modules are not looked for beside the program. A session of its own: Ctrl-C is not for
-                # it.
+                # -P: do not import from the program's folder. A new session: Ctrl-C must not reach it.
                 [sys.executable, "-P", str(PROGRAM), str(ADDRESS_LIMIT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -122,13 +120,13 @@ class TextProcess:
         except OSError as error:
             raise ModelError(f"the process for the tokenizer cannot be started: {error}") from error
         self._owner = os.getpid()
-        self._ready = False  # whether it has said so
+        self._ready = False  # whether it has sent its first line
         self._unread = bytearray()
         self._resting = 0
         self._end = weakref.finalize(self, _end, self._process, self._owner)
 
     def _exchange(self, line: bytes) -> dict[str, Any]:
-        # after a fork: the process is the parent's
+        # after a fork the process is the parent's
         if self._owner != os.getpid() or self._process.poll() is not None:
             self._end()
             self._start()
@@ -139,7 +137,7 @@ class TextProcess:
             return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """The next answer. A process that was started says first that it is ready."""
+        """Return the next answer. A new process first sends a line when it is ready."""
         if not self._ready:
             self._read()
             self._ready = True
@@ -152,11 +150,11 @@ class TextProcess:
                 json.dumps({**request, **added}, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
             )
         except (TypeError, ValueError, RecursionError) as error:
-            raise TextError(f"it cannot be given this: {error}") from error
+            raise TextError(f"it cannot take this: {error}") from error
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
-        """End the process where its answer is not read to the end: it must not be the next one's."""
+        """End the process if its answer is not read completely, so that the next request cannot read it."""
         try:
             yield
         except BrokenPipeError:
@@ -165,19 +163,17 @@ class TextProcess:
             self._end()
             raise
 
-    def _send(self, *parts: bytes) -> None:
-        """Write to the process. It reads all of a request before it does anything."""
+    def _send(self, *chunks: bytes) -> None:
+        """Write to the process, which reads a whole request before it does anything."""
         stdin = self._process.stdin
         assert stdin is not None
-        for part in parts:
-            view = memoryview(part)
+        for chunk in chunks:
+            view = memoryview(chunk)
             while view:
                 view = view[stdin.write(view) :]
 
     def _read(self) -> bytes:
-        """Return the next line. Its own timer ends a process that is slow, this one that needs much
-        memory.
-        """
+        """Return the next line. A slow process is ended by its own timer, a large one by this method."""
         stdout = self._process.stdout
         assert stdout is not None
         end = time.monotonic() + WALL_LIMIT_S
@@ -197,18 +193,18 @@ class TextProcess:
                     raise TextError(f"its process has not answered within {WALL_LIMIT_S:g} s")
                 elif not ADDRESS_LIMIT and resident_bytes(self._process.pid) > self._resting + MEMORY_LIMIT:
                     raise TextError("it needs too much memory")
-        found, _, rest = line.partition(b"\n")
+        first, _, rest = line.partition(b"\n")
         self._unread = rest
-        return bytes(found)
+        return bytes(first)
 
     def _died(self) -> TextError:
         code = self._process.wait()
         self._end()
-        if code == -signal.SIGABRT:  # an allocation that failed in Rust
+        if code == -signal.SIGABRT:  # a failed allocation in Rust
             return TextError("it needs too much memory")
         if code == -signal.SIGPROF:
             return TextError(f"it takes longer than {self._time_limit_s:g} s")
-        if code in (-signal.SIGSEGV, -signal.SIGBUS):  # macOS may say either of a stack's end
+        if code in (-signal.SIGSEGV, -signal.SIGBUS):  # either may mean a stack overflow on macOS
             return TextError("it is nested too deeply")
         return _GoneError(f"its exit code is {code}")
 
@@ -220,7 +216,7 @@ def _result(answer: dict[str, Any]) -> Any:
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    """End it and close its pipes; in a fork only the latter, for it is the parent's."""
+    """Kill the process and close its pipes; a forked child only closes them."""
     is_owner = os.getpid() == owner
     if is_owner:
         process.kill()
@@ -234,7 +230,7 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process; 0 where it is not known."""
+    """Return a process's resident memory; 0 if unknown."""
     try:
         done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, check=False)
         return int(done.stdout) * 1024

@@ -1,4 +1,4 @@
-"""Text or messages to token ids, with the variables of the chat template that a user gives."""
+"""Convert text or messages to token ids, with a user's variables for the chat template."""
 
 import operator
 import re
@@ -12,16 +12,16 @@ from kvant.text.template import all_templates
 from kvant.text.tokenizer import REFUSED, Tokenizer
 
 Message = Mapping[str, str]
-# What a conversation gives the template, or kvant the tokenizer.
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
-GIVEN |= {"conversation", "chat_template", *REFUSED}
+# Variables that a conversation or kvant sets.
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+RESERVED |= {"conversation", "chat_template", *REFUSED}
 SYSTEM_PROBE = "kvant_system_probe"
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, vocab_size: int) -> list[int]:
-    """Token ids of a prompt: text is encoded as it is, ids are checked.
+    """Return a prompt's token ids: encode text without a template, or check ids.
 
-    A beginning-of-text token is added only where the tokenizer adds it and the text does not begin with it.
+    A beginning-of-text token is added only if the tokenizer does that and the text does not begin with it.
     """
     if isinstance(prompt, str):
         bos = tokenizer.bos_token
@@ -30,7 +30,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int] | mx.array, 
 
 
 def token_ids(prompt: Iterable[int] | mx.array, vocab_size: int) -> list[int]:
-    """The ids of a prompt."""
+    """Return the ids of a prompt as a list, after checking them."""
     if isinstance(prompt, mx.array):
         if prompt.ndim != 1 or not mx.issubdtype(prompt.dtype, mx.integer):
             raise PromptError(
@@ -52,21 +52,19 @@ def token_ids(prompt: Iterable[int] | mx.array, vocab_size: int) -> list[int]:
 def render_chat(
     tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
 ) -> str:
-    """Messages through the model's chat template, up to where the assistant's answer begins.
+    """Render messages with the model's chat template, up to where the assistant's answer begins.
 
-    ``variables``: further ones of the template, such as ``enable_thinking``.
+    ``variables``: further variables of the template, such as ``enable_thinking``.
     """
     if not tokenizer.has_chat_template:
         raise PromptError("the model has no chat template")
     with library_errors(PromptError, "the chat template failed"):
-        given = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
-        return str(tokenizer.apply_chat_template(list(messages), **given))
+        options = {**(variables or {}), "tokenize": False, "add_generation_prompt": True}
+        return str(tokenizer.apply_chat_template(list(messages), **options))
 
 
 def system_place(tokenizer: Tokenizer) -> Literal["anywhere", "first", "nowhere"]:
-    """Where the chat template takes a system message. One that it leaves out or refuses has no place
-    there.
-    """
+    """Find out where the chat template shows a system message; it may drop or refuse one elsewhere."""
     user = {"role": "user", "content": "x"}
     system = {"role": "system", "content": SYSTEM_PROBE}
 
@@ -83,7 +81,7 @@ def system_place(tokenizer: Tokenizer) -> Literal["anywhere", "first", "nowhere"
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of text that a chat template wrote. Its special tokens are there already."""
+    """Encode text that a chat template wrote, which already has its special tokens."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -99,10 +97,10 @@ def _token_id(token: object) -> int:
 
 
 def check_variables(tokenizer: Tokenizer, names: Collection[str]) -> None:
-    """Refuse a variable that is not the user's to set, or that the chat template does not mention."""
+    """Refuse a variable that the user may not set, or that the chat template does not mention."""
     words = mentioned(tokenizer) if names else set()
     for name in names:
-        if name in GIVEN:
+        if name in RESERVED:
             raise ValueError(f"has {name[:80]!r}, which kvant sets itself")
         if name not in words:
             raise ValueError(
@@ -111,15 +109,15 @@ def check_variables(tokenizer: Tokenizer, names: Collection[str]) -> None:
 
 
 def mentioned(tokenizer: Tokenizer) -> set[str]:
-    """All words of the model's chat templates that can be names."""
+    """Return all words in the model's chat templates that could be names."""
     return set(re.findall(r"[A-Za-z_]\w*", all_templates(tokenizer.chat_template)))
 
 
 class KnownText:
     """A rendered conversation with the token ids that were fed and generated for it.
 
-    A model may write an answer in other tokens than its text encodes to. A later rendering that repeats the
-    text is given the same tokens again, so that the cache still holds them.
+    A model may write an answer with other tokens than its text encodes to. When a later rendering repeats the
+    text, it gets the same tokens again, so that it matches the cache.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -128,32 +126,30 @@ class KnownText:
         self._special = tuple(token for token in tokenizer.all_special_tokens if token and token != unknown)
         self._text = ""
         self._ids: list[int] = []
-        self._answers: list[tuple[int, int]] = []  # where each answer ends, in characters and in tokens
+        self._answers: list[tuple[int, int]] = []  # end of each answer, in characters and in tokens
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered conversation."""
+        """Return the token ids of a rendered conversation."""
         for characters, tokens in reversed(self._answers):
-            # Only before a special token is a text's encoding that of its parts.
+            # Only at a special token can a text be split without changing its encoding.
             if text.startswith(self._text[:characters]) and text.startswith(self._special, characters):
                 return self._ids[:tokens] + encode_rendered(self._tokenizer, text[characters:])
         return encode_rendered(self._tokenizer, text)
 
     def answered(self, text: str, ids: Sequence[int], answer: Sequence[int]) -> None:
-        """Remember a rendered conversation, its ids, and the ids of the answer to it without a token that
-        ended it.
-        """
-        kept = len(self._answers)
+        """Remember a rendered conversation, its ids, and its answer's ids without a token that ended it."""
+        same = len(self._answers)
         for characters, tokens in reversed(self._answers):
             if text.startswith(self._text[:characters]) and list(ids[:tokens]) == self._ids[:tokens]:
                 break
-            kept -= 1
+            same -= 1
         decoded = self._decode(answer)
         self._text = text + decoded
         self._ids = [*ids, *answer]
-        self._answers = [*self._answers[:kept], (len(self._text), len(self._ids))]
+        self._answers = [*self._answers[:same], (len(self._text), len(self._ids))]
 
     def restore(self, ids: Sequence[int]) -> None:
-        """Remember ids alone, which end with an answer."""
+        """Remember only ids, which end with an answer."""
         self._text = self._decode(ids)
         self._ids = list(ids)
         self._answers = [(len(self._text), len(self._ids))]

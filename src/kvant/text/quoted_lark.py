@@ -1,7 +1,7 @@
-"""A grammar in Lark's language for text that is written inside a string of JSON, as an argument of a call is.
+"""Adapt a Lark grammar to text inside a JSON string, as in an argument of a call.
 
-A character of such text is itself or an escape, and none begins another. Every one is a terminal of its own
-here: the library reads terminals by the longest match, and does not go back where two of them begin alike.
+Each character of such text is written as itself or as an escape, and no such form begins another. Here each
+one is a separate terminal, because the library matches terminals greedily and does not backtrack.
 """
 
 import json
@@ -9,9 +9,9 @@ import re
 
 from kvant.errors import GrammarError
 
-ESCAPED = '"\\\b\f\n\r\t'  # what JSON writes in a short way; other control characters are not written at all
+ESCAPED = '"\\\b\f\n\r\t'  # characters with a short escape in JSON; other control characters are not allowed
 PLAIN = r'[^"\\\x00-\x1f]'
-COMMON = {  # terminals of Lark's own library
+COMMON = {  # terminals of Lark's standard library
     "CR": r"\r",
     "LF": r"\n",
     "NEWLINE": r"(\r?\n)+",
@@ -26,7 +26,7 @@ COMMON = {  # terminals of Lark's own library
     "ESCAPED_STRING": r'"([^"\\]|\\.)*"',
 }
 IMPORT = re.compile(r"%import\s+common\.(\w+)(?:\s*->\s*(\w+))?")
-# Their ends may be missing, so that nothing is read twice.
+# The ends are optional, so that matching is linear.
 PIECE = re.compile(
     r'(?P<comment>(?://|#)[^\n]*)|(?P<text>"(?:\\.|[^"\\])*"?)(?P<fold>i?)'
     r"|/(?P<regex>(?:\\.|[^/\\])*)(?:/(?P<flags>\w*))?|(?P<terminal>\b_*[A-Z]\w*)"
@@ -40,66 +40,64 @@ ATOM = re.compile(
     re.DOTALL,
 )
 NAMED = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\\f": "\f", "\\v": "\v"}
-RUST = re.compile(r"(?<!\\)\[|&&|--|~~|\\[pPux]")  # in a set, and not in Python's
+RUST = re.compile(r"(?<!\\)\[|&&|--|~~|\\[pPux]")  # syntax of sets in Rust that Python does not have
 
 
 def quoted(source: str) -> str:
-    """A grammar whose texts are those of another one, as JSON writes them between quotes. Others are
-    refused.
-    """
+    """Return a grammar for the same texts as JSON writes them between quotes; refuse unsupported syntax."""
     return PIECE.sub(_piece, IMPORT.sub(_imported, source))
 
 
-def _imported(found: re.Match[str]) -> str:
-    if found[1] not in COMMON:
-        raise _refused(found[0])
-    return f"{found[2] or found[1]}: /{COMMON[found[1]]}/"
+def _imported(match: re.Match[str]) -> str:
+    if match[1] not in COMMON:
+        raise _refused(match[0])
+    return f"{match[2] or match[1]}: /{COMMON[match[1]]}/"
 
 
-def _piece(found: re.Match[str]) -> str:
-    if found["comment"]:
+def _piece(match: re.Match[str]) -> str:
+    if match["comment"]:
         return ""
-    if found["terminal"]:
-        return f"terminal_{found[0].lower()}"  # a rule: a terminal would be one match
-    if found["text"]:
+    if match["terminal"]:
+        return f"terminal_{match[0].lower()}"  # now a rule, since a terminal would be a single match
+    if match["text"]:
         try:
-            text = json.loads(found["text"])
+            text = json.loads(match["text"])
         except ValueError:
-            raise _refused(found["text"]) from None
-        return f"({' '.join(_literal(char, found['fold']) for char in text)})" if text else '""'
-    if found["other"]:
-        raise _refused(found["other"])
-    return _expression(found["regex"], found["flags"] or "")
+            raise _refused(match["text"]) from None
+        return f"({' '.join(_literal(char, match['fold']) for char in text)})" if text else '""'
+    if match["other"]:
+        raise _refused(match["other"])
+    return _expression(match["regex"], match["flags"] or "")
 
 
 def _expression(regex: str, flags: str) -> str:
-    """A regular expression as the right side of a rule."""
+    """Convert a regular expression to the right side of a rule."""
     if not set(flags) <= set("is"):
         raise _refused(f"/{regex}/{flags}")
     fold = "i" if "i" in flags else ""
     pieces = ["("]
-    for found in ATOM.finditer(f"{regex})"):
-        atom = found[0]
+    for match in ATOM.finditer(f"{regex})"):
+        atom = match[0]
         begins = pieces[-1] in ("(", "|")
-        if found["other"] or (found["times"] and begins):
+        if match["other"] or (match["times"] and begins):
             raise _refused(atom)
-        if found["times"]:
-            pieces[-1] += found["times"]
-        elif found["close"] or found["bar"]:
+        if match["times"]:
+            pieces[-1] += match["times"]
+        elif match["close"] or match["bar"]:
             pieces += ['""', atom] if begins else [atom]
-        elif found["group"]:
+        elif match["group"]:
             pieces.append("(")
-        elif found["set"]:
+        elif match["set"]:
             text = atom if atom != "." else r"[\s\S]" if "s" in flags else r"[^\n]"
             pieces.append(f"/{_set(text)}/{fold}")
         else:
-            char = chr(int(atom[2:].strip("{}"), 16)) if found["code"] else NAMED.get(atom, atom[-1])
+            char = chr(int(atom[2:].strip("{}"), 16)) if match["code"] else NAMED.get(atom, atom[-1])
             pieces.append(_literal(char, fold))
     return " ".join(pieces)
 
 
 def _set(members: str) -> str:
-    """A set of characters: those that JSON writes as they are, and the others in its way."""
+    """Convert a set of characters to plain members and escaped ones."""
     if members[0] == "[" and RUST.search(members[1:]):
         raise _refused(members)
     try:
@@ -112,7 +110,7 @@ def _set(members: str) -> str:
 
 
 def _literal(char: str, fold: str) -> str:
-    """A terminal that is one character."""
+    """Return a terminal for one character."""
     return json.dumps(_written(char), ensure_ascii=False) + (fold if char.isalpha() else "")
 
 
@@ -121,4 +119,4 @@ def _written(char: str) -> str:
 
 
 def _refused(text: str) -> GrammarError:
-    return GrammarError(f"the grammar has {text[:40]!r}, which cannot be held inside a call's JSON")
+    return GrammarError(f"the grammar has {text[:40]!r}, which is not supported inside a call's JSON")

@@ -1,6 +1,6 @@
-"""Chat templates rendered, in the worker process: Jinja, set up as transformers sets it up.
+"""Render chat templates in the worker process, with Jinja set up as in transformers.
 
-Its sandbox keeps a template from files and from Python's insides. Time and memory are the process's affair.
+The sandbox keeps a template from files and Python internals. Limits on time and memory are the process's.
 """
 
 import json
@@ -16,16 +16,16 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_TEXT = 32 * 1024 * 1024  # characters; the longest context there is has less
+MAX_TEXT = 32 * 1024 * 1024  # characters; more than the longest context
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks the assistant's words, for training. Here it is its content."""
+    """``{% generation %}`` marks the assistant's words for training. Here it just renders its content."""
 
-    tags = {"generation"}  # noqa: RUF012, Jinja's own way
+    tags = {"generation"}  # noqa: RUF012, Jinja requires a set
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The block as that of a macro: it has a scope of its own."""
+        """Parse the block as a macro call, which gives it its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
@@ -35,7 +35,7 @@ class Generation(Extension):
 
 
 class PlainDict:
-    """``dict(...)`` and ``dict.fromkeys(...)``, without the attributes of the type."""
+    """``dict(...)`` and ``dict.fromkeys(...)`` without the type's other attributes."""
 
     fromkeys = staticmethod(dict.fromkeys)
 
@@ -44,12 +44,12 @@ class PlainDict:
 
 
 class PlainNamespace(Namespace):
-    """A namespace without names of Python's insides."""
+    """A namespace that refuses names of Python internals."""
 
     def __init__(*args: Any, **values: Any) -> None:  # a template may have a value named self
-        self, *given = args
+        self, *mappings = args
         Namespace.__init__(self)
-        for name, value in dict(*given, **values).items():
+        for name, value in dict(*mappings, **values).items():
             self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -59,7 +59,7 @@ class PlainNamespace(Namespace):
 
 
 def raise_exception(message: object) -> None:
-    """How a template refuses messages."""
+    """Let a template refuse messages."""
     raise TemplateError(str(message))
 
 
@@ -70,19 +70,19 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without Jinja's escapes for HTML."""
+    """Write JSON without Jinja's HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def strftime_now(form: str) -> str:
-    """The time it is."""
+    """Format the current time."""
     return datetime.now().strftime(form)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up for chat templates; a test holds the two against each other."""
+    """Set up Jinja as transformers does for chat templates; a test compares the two."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -94,12 +94,12 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache(maxsize=8)
 def compiled(source: str) -> Template:
-    """The template, compiled once."""
+    """Compile a template once."""
     return environment().from_string(source)
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
-    """The template's text for these variables."""
+    """Render a template with variables."""
     pieces = []
     length = 0
     for piece in compiled(template).generate(**variables):

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and never a part of a stop string."""
+"""Convert tokens to text as they come: whole characters, and never part of a stop string."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A piece of text, never empty."""
+    """A nonempty piece of text."""
 
     text: str
     thinking: bool = False
@@ -20,103 +20,104 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A whole call of a known tool. Without a grammar its arguments may not keep to the tool's schema."""
+    """A complete call of a known tool. Without a grammar, arguments may violate the tool's schema."""
 
     name: str
-    arguments: str  # an object, as JSON text
+    arguments: str  # a JSON object as text
 
 
-Part = TextPart | CallPart
+AnswerPart = TextPart | CallPart
 
 
 class TextStream:
-    """The text and the calls of one answer, token by token, cut before the stop string that ends first.
+    """The text and calls of one answer, token by token, cut before the stop string that ends first.
 
-    mlx-lm's streaming detokenizer holds back bytes that are not yet a whole character; this holds back text
-    that may still become a stop string. Thinking and calls are not searched for stop strings.
+    mlx-lm's streaming detokenizer holds back incomplete characters; this class holds back text that may still
+    become a stop string. Thinking and calls are not searched for stop strings.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), splitter: "AnswerParts | None" = None
     ) -> None:
-        """``splitter``: tells thinking and calls from text; None: all of it is text."""
+        """``splitter`` separates thinking and calls from text; None: everything is text."""
         self.detokenizer = tokenizer.detokenizer
-        self.is_thinking: bool | None = None  # whether all so far was thinking; None: nothing came yet
+        self.is_thinking: bool | None = None  # whether everything so far was thinking; None: nothing yet
         self._splitter = splitter
         self._stop = StopText(stop)
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text; None: none did."""
-        return self._stop.found
+        """The stop string that ended the text, or None."""
+        return self._stop.match
 
-    def add(self, token: int) -> list[Part]:
-        """Take a token; return what is now certain. It may be nothing."""
+    def add(self, token: int) -> list[AnswerPart]:
+        """Add a token; return the parts that are certain now, possibly none."""
         self.detokenizer.add_token(token)
         return self._cut(self._split())
 
-    def finish(self) -> list[Part]:
-        """Return what was held back, at the end of the sequence."""
+    def finish(self) -> list[AnswerPart]:
+        """Return the pending parts at the end of the sequence."""
         self.detokenizer.finalize()
         parts = self._split()
         if self._splitter is not None:
             parts += self._splitter.finish()
         return self._cut(parts) + self._stop.finish()
 
-    def _split(self) -> list[Part]:
+    def _split(self) -> list[AnswerPart]:
         text = self.detokenizer.last_segment
         return text_parts(text) if self._splitter is None else self._splitter.add(text)
 
-    def _cut(self, parts: Sequence[Part]) -> list[Part]:
+    def _cut(self, parts: Sequence[AnswerPart]) -> list[AnswerPart]:
         """Return the parts before the stop string, without text that may still become one."""
-        found: list[Part] = []
-        for part in parts:
+        certain: list[AnswerPart] = []
+        for item in parts:
             if self.stop is not None:
                 break
-            if isinstance(part, TextPart) and part.thinking:
+            if isinstance(item, TextPart) and item.thinking:
                 self.is_thinking = self.is_thinking is not False
-                found.append(part)
+                certain.append(item)
                 continue
             self.is_thinking = False
-            found += self._stop.add(part.text) if isinstance(part, TextPart) else [*self._stop.finish(), part]
-        return found
+            if isinstance(item, TextPart):
+                certain += self._stop.add(item.text)
+            else:
+                certain += [*self._stop.finish(), item]
+        return certain
 
 
-def text_parts(text: str) -> list[Part]:
-    """Return a text as a part; nothing if it is empty."""
+def text_parts(text: str) -> list[AnswerPart]:
+    """Return a text as a list of parts, empty if the text is."""
     return [TextPart(text)] if text else []
 
 
 class StopText:
-    """Cuts a growing text before the stop string that ends first, and holds back what may still become
-    one.
-    """
+    """Cut a growing text before the stop string that ends first; hold back what may still become one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._pending = ""
-        self.found: str | None = None  # the stop string that ended the text
+        self.match: str | None = None  # the stop string that ended the text
 
-    def add(self, text: str) -> list[Part]:
-        """Take text; return what is now certain."""
+    def add(self, text: str) -> list[AnswerPart]:
+        """Add text; return what is certain now."""
         text = self._pending + text
-        # The one that ends first, whatever pieces the text comes in; of several the longest.
+        # Choose by the earliest end, so that chunking does not matter; of equal ends the longest string.
         places = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if places:
-            _, at, self.found = min(places)
+            _, at, self.match = min(places)
             self._pending = ""
             return text_parts(text[:at])
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._pending = text[len(text) - keep :]
         return text_parts(text[: len(text) - keep])
 
-    def finish(self) -> list[Part]:
-        """Return what was held back, at the end of the text."""
+    def finish(self) -> list[AnswerPart]:
+        """Return the pending text at the end."""
         pending = self._pending
         self._pending = ""
         return text_parts(pending)
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Return the length of the longest suffix of ``text`` that is a prefix of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

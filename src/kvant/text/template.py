@@ -1,6 +1,4 @@
-"""Messages for a chat template: which template, its variables, an answer to continue. As transformers does
-it.
-"""
+"""Prepare messages for a chat template like transformers: template, variables, continued answers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -9,13 +7,13 @@ from typing import Any
 from kvant.errors import ArgumentError, PromptError, library_errors
 from kvant.text.process import TextProcess
 
-MAX_TEMPLATE = 1024 * 1024  # characters; the longest published ones have some 30,000
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field of a message
-MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # stands where an answer is to be continued
+MAX_TEMPLATE = 1024 * 1024  # characters; the longest published templates have about 30,000
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field in a message
+MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # inserted where an answer is to be continued
 
 
 def render(process: TextProcess, template: str, variables: Mapping[str, Any]) -> str:
-    """A template's text for variables of JSON."""
+    """Render a template with JSON variables."""
     if len(template) > MAX_TEMPLATE:
         raise PromptError(
             f"the chat template has {len(template)} characters; expected at most {MAX_TEMPLATE}"
@@ -24,14 +22,14 @@ def render(process: TextProcess, template: str, variables: Mapping[str, Any]) ->
         return str(process.ask({"do": "render", "template": template, "variables": variables}))
 
 
-def choose_template(templates: str | Mapping[str, str] | None, wanted: str | None, tools: object) -> str:
-    """The source of one of the model's templates. ``wanted``: its name, or a source of its own.
+def choose_template(templates: str | Mapping[str, str] | None, requested: str | None, tools: object) -> str:
+    """Return a template's source. ``requested``: the name of one of the model's, or a source.
 
-    None: the one for tools if there are tools, else the default.
+    None: the one for tools if there are tools, otherwise the default.
     """
     by_name = {"default": templates} if isinstance(templates, str) else dict(templates or {})
-    if wanted is not None:
-        return by_name.get(wanted, wanted)
+    if requested is not None:
+        return by_name.get(requested, requested)
     if tools is not None and "tool_use" in by_name:
         return by_name["tool_use"]
     if not by_name:
@@ -49,7 +47,7 @@ def all_templates(templates: str | Mapping[str, str] | None) -> str:
 
 
 def prepare(messages: object) -> list[dict[str, Any]]:
-    """Messages as templates take them: plain JSON, no key that is None, reasoning under each of its names."""
+    """Convert messages to plain JSON without keys that are None, with reasoning under each of its names."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ArgumentError(
             "conversation", "is empty; expected a list of messages, each with a role and content"
@@ -69,7 +67,7 @@ def prepare(messages: object) -> list[dict[str, Any]]:
 
 
 def mark_continuation(messages: list[dict[str, Any]]) -> str:
-    """Put the mark behind the last message's text, in place, and return that text."""
+    """Append the mark to the last message's text, in place, and return the original text."""
     content = messages[-1].get("content")
     if isinstance(content, str):
         messages[-1]["content"] = content + MARK
@@ -83,20 +81,20 @@ def mark_continuation(messages: list[dict[str, Any]]) -> str:
 
 
 def cut_at_mark(rendered: str, text: str) -> str:
-    """The rendered conversation up to the mark."""
+    """Cut the rendered conversation at the mark."""
     at = rendered.rfind(MARK.strip())
     if at < 0 or text.strip() not in rendered:
         raise PromptError("the chat template does not keep the last message as it is; it cannot be continued")
-    kept = rendered[:at]
-    return kept if rendered[at : at + len(MARK)] == MARK else kept.rstrip()
+    before = rendered[:at]
+    return before if rendered[at : at + len(MARK)] == MARK else before.rstrip()
 
 
 def plain_data(value: Any) -> Any:
-    """Rebuild a value of JSON's types; anything else becomes its type's name in angle brackets."""
+    """Rebuild a value from JSON's types; anything else becomes its type's name in angle brackets."""
     try:
         return _plain(value)
     except RecursionError as error:
-        raise PromptError("a message, tool or variable holds itself or is nested too deep") from error
+        raise PromptError("a message, tool or variable contains itself or is nested too deep") from error
 
 
 def _plain(value: Any) -> Any:
@@ -111,9 +109,9 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if callable(dump := getattr(value, "model_dump", None)):  # of pydantic
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic
         return _plain(dump())
-    # a number of NumPy's
+    # NumPy scalars
     if callable(item := getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
         return _plain(item())
     return f"<{type(value).__name__}>"

@@ -1,6 +1,4 @@
-"""A model's thinking and its answer told apart while the text streams, by the marks of the model's own
-template.
-"""
+"""Separate a model's thinking from its answer while the text streams, by the marks in its template."""
 
 from dataclasses import dataclass
 
@@ -11,20 +9,20 @@ from kvant.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Texts around what a model thinks."""
+    """Marks around a model's thinking."""
 
-    starts: tuple[str, ...]  # any of them begins thinking
+    starts: tuple[str, ...]  # each of them begins thinking
     end: str
-    left_out: tuple[str, ...] = ()  # texts before an answer that are no part of it
+    left_out: tuple[str, ...] = ()  # marks before an answer that do not belong to it
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt has begun the thinking, as some templates do."""
         return prompt.rstrip().endswith(self.starts)
 
 
-# gpt-oss names a channel before each part of its answer (github.com/openai/harmony, docs/format.md).
+# gpt-oss writes a channel before each part of its answer (github.com/openai/harmony, docs/format.md).
 HARMONY_TOKENS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
-HARMONY_SAID = ("final", "commentary")  # channels of what is said; of the second before a call
+HARMONY_SAID = ("final", "commentary")  # channels of the answer; the second one before a call
 HARMONY = Marks(
     ("<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"),
     "<|end|>",
@@ -34,12 +32,12 @@ HARMONY = Marks(
         for name in HARMONY_SAID
     ),
 )
-ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may begin an answer without thinking with the end mark
-IN_WORDS = Marks(("<think>",), "</think>")  # of Olmo 3 and others, whose vocabularies have no tokens for them
+ENDS_ALONE = ("<mm:think>",)  # MiniMax M3 may skip thinking and begin with the end mark
+IN_WORDS = Marks(("<think>",), "</think>")  # for Olmo 3 and others without tokens for these marks
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """Return the marks of thinking in a tokenizer's vocabulary or chat template; None if there are none."""
+    """Return the marks in a tokenizer's vocabulary or chat template; None if there are none."""
     if tokenizer.think_start is not None and tokenizer.think_end is not None:
         start = tokenizer.think_start
         end = tokenizer.think_end
@@ -51,10 +49,10 @@ def marks_of(tokenizer: Tokenizer) -> Marks | None:
 
 
 class Thinking:
-    """Splits one answer. Marks are left out, and so are the line breaks beside them.
+    """Split one answer into thinking and text. Marks and the line breaks around them are dropped.
 
-    Thinking is at the start of an answer, before it or between marks. A mark inside the answer is text: a
-    model may write about marks.
+    Thinking comes at the start of an answer, before it or between marks. A mark later in the answer is text:
+    a model may write about marks.
     """
 
     def __init__(self, marks: Marks, prompt: str) -> None:
@@ -62,19 +60,17 @@ class Thinking:
         self._marks = marks
         opened = marks.opened_by(prompt)
         self._state = "thinking" if opened else "before"
-        self._pending = ""  # may be a part of a mark, or line breaks before one
+        self._pending = ""  # may be part of a mark, or line breaks before one
         self._after_mark = opened
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, prompt: str) -> "Thinking | None":
-        """For an answer to a rendered prompt; None where the tokenizer has no marks."""
+        """Return a splitter for an answer to a rendered prompt; None if the tokenizer has no marks."""
         marks = marks_of(tokenizer)
         return None if marks is None else cls(marks, prompt)
 
     def add(self, text: str) -> list[tuple[bool, str]]:
-        """Take the next piece of the answer; return what is certain: (is it thinking, text), no text
-        empty.
-        """
+        """Add the next piece of the answer; return certain pieces, not empty: (is it thinking, text)."""
         self._pending += text
         pieces: list[tuple[bool, str]] = []
         while self._step(pieces):
@@ -82,7 +78,7 @@ class Thinking:
         return pieces
 
     def finish(self) -> list[tuple[bool, str]]:
-        """What was held back, at the end of the answer."""
+        """Return the pending text at the end of the answer."""
         pending = self._pending
         self._pending = ""
         is_thinking = self._state == "thinking"
@@ -90,13 +86,13 @@ class Thinking:
         return [(is_thinking, pending)] if pending else []
 
     def split(self, text: str) -> tuple[str, str]:
-        """All of an answer at once: its thinking and the answer itself."""
+        """Split a complete answer into its thinking and the answer itself."""
         pieces = [*self.add(text), *self.finish()]
-        thinking = "".join(part for is_thinking, part in pieces if is_thinking)
-        return thinking, "".join(part for is_thinking, part in pieces if not is_thinking)
+        thinking = "".join(piece for is_thinking, piece in pieces if is_thinking)
+        return thinking, "".join(piece for is_thinking, piece in pieces if not is_thinking)
 
     def _step(self, pieces: list[tuple[bool, str]]) -> bool:
-        """Take from the held text what is certain. Returns whether there may be more."""
+        """Move what is certain from the pending text to ``pieces``. Return whether there may be more."""
         if self._after_mark:
             self._pending = self._pending.lstrip("\n")
             self._after_mark = not self._pending

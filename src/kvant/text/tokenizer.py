@@ -1,4 +1,4 @@
-"""A model's tokenizer, with the names that mlx-lm's wrapper has."""
+"""A model's tokenizer, with the interface of mlx-lm's wrapper."""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +11,9 @@ from kvant.text.folder import read_tokenizer_files
 from kvant.text.process import TextProcess
 from kvant.text.template import choose_template, cut_at_mark, mark_continuation, plain_data, prepare, render
 
-MAX_IDS = 2**32  # the tokenizers library's ids
+MAX_IDS = 2**32  # limit of the tokenizers library
 
-# Arguments of transformers' apply_chat_template. They are refused: else they would silently be template
+# Arguments of transformers' apply_chat_template that are refused; they would silently become template
 # variables.
 REFUSED = (
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
@@ -22,18 +22,16 @@ REFUSED = (
 
 
 def load_tokenizer(folder: Path) -> "Tokenizer":
-    """The tokenizer of a model folder; nothing in the folder is executed.
+    """Load the tokenizer of a model folder; nothing in the folder is executed.
 
     Raises:
-        ModelError: no tokenizer, or one that cannot be loaded within 5 seconds of processor time and 512 MiB.
+        ModelError: there is no tokenizer, or it does not load within 5 s of processor time and 512 MiB.
     """
     return begin_loading(folder, TextProcess())()
 
 
 def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer"]:
-    """:func:`load_tokenizer` in two parts. The process loads while this one goes on; the result waits for
-    it.
-    """
+    """Start :func:`load_tokenizer` in a process; the returned function waits for the result."""
     content, settings, templates = read_tokenizer_files(folder)
     failure = f"{folder}: the tokenizer cannot be loaded"
     with library_errors(ModelError, failure):
@@ -47,19 +45,19 @@ def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer
 
 
 class Tokenizer:
-    """Text to token ids and back, and messages to text, in a process of its own.
+    """Convert text to token ids and back, and messages to text, in a separate process.
 
-    A text has 5 seconds of processor time and 512 MiB.
+    Each text is limited to 5 seconds of processor time and 512 MiB.
 
     Attributes:
-        chat_template: Jinja source; several by name; None.
-        bos_token, eos_token, unk_token, pad_token: their text, or None; with ``_id`` their ids.
-        all_special_ids: of tokens that have a role.
-        vocab_size: without added tokens; ``len`` is with them.
+        chat_template: Jinja source, a dict of several by name, or None.
+        bos_token, eos_token, unk_token, pad_token: text or None; with ``_id`` their ids.
+        all_special_ids: ids of tokens that have a role.
+        vocab_size: number of tokens without added ones; ``len`` includes them.
     """
 
     def __init__(self, process: TextProcess, facts: Mapping[str, Any], templates: Mapping[str, str]) -> None:
-        """From the facts of the process that has loaded the tokenizer; :func:`load_tokenizer` makes one."""
+        """Use the facts of a process that has loaded the tokenizer. Call :func:`load_tokenizer` instead."""
         self._process = process
         self._facts = facts
         special: Mapping[str, tuple[str, int | None]] = facts["special"]
@@ -88,7 +86,7 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """Ids that end a text; can be set, and an empty set ends none."""
+        """Ids that end a text. Can be set; an empty set ends none."""
         return self._eos_token_ids
 
     @eos_token_ids.setter
@@ -96,13 +94,11 @@ class Tokenizer:
         self._eos_token_ids = set(ids or ())
 
     def add_eos_token(self, token: str) -> None:
-        """Let a token, given by its text or its id, end texts, too."""
+        """Add a token, by its text or its id, to those that end texts."""
         self._eos_token_ids.add(int(token) if token.isdecimal() else self._known(token))
 
     def replace_eos_token(self, token: str) -> None:
-        """Let a token of the vocabulary be the end of text, for chat templates too, instead of the
-        tokenizer's own.
-        """
+        """Make a token of the vocabulary the only end of text, for chat templates too."""
         self.eos_token_id = self._known(token)
         self.eos_token = self.special_tokens_map["eos_token"] = token
         self._eos_token_ids = {self.eos_token_id}
@@ -119,9 +115,7 @@ class Tokenizer:
 
     @has_chat_template.setter
     def has_chat_template(self, has: bool) -> None:
-        """Does nothing: mlx-lm's wrapper sets it on any tokenizer, and here it follows from
-        ``chat_template``.
-        """
+        """Do nothing: mlx-lm's wrapper sets this, but here it follows from ``chat_template``."""
 
     @property
     def has_thinking(self) -> bool:
@@ -129,14 +123,14 @@ class Tokenizer:
         return self.think_start is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Text to token ids.
+        """Encode text to token ids.
 
         Args:
             text: special tokens in it become their ids.
-            add_special_tokens: put those around it that the tokenizer is set up to put.
+            add_special_tokens: add the special tokens that the tokenizer is configured to add.
 
         Raises:
-            PromptError: text that is no Unicode, or that takes too long or too much memory.
+            PromptError: the text is not Unicode, or takes too long or too much memory.
         """
         if not isinstance(text, str):
             raise PromptError(f"the prompt is a {type(text).__name__}; expected text")
@@ -155,51 +149,47 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Token ids to text.
+        """Decode token ids to text.
 
         Raises:
-            ModelError: a tokenizer that fails at it.
-            ValueError: no ids.
+            ModelError: the tokenizer fails.
+            ValueError: ``token_ids`` are not ids.
         """
         request = {"do": "decode", "ids": _ids(token_ids), "skip_special_tokens": bool(skip_special_tokens)}
         request["clean_up"] = clean_up_tokenization_spaces
         return str(self._ask(request, "the tokenizer cannot decode"))
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """The vocabulary's string of an id, or those of several; None for an id it does not have."""
-        found = self._ask({"do": "tokens", "ids": _ids(ids)}, "no such ids")
-        return found[0] if isinstance(ids, int) else found
+        """Return the vocabulary's string of an id, or a list of them for several; None for unknown ids."""
+        strings = self._ask({"do": "tokens", "ids": _ids(ids)}, "no such ids")
+        return strings[0] if isinstance(ids, int) else strings
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a string of the vocabulary, or those of several; the unknown token's for any other
-        string.
-        """
-        found = self._find([tokens] if isinstance(tokens, str) else list(tokens))
-        ids = [self.unk_token_id if token is None else token for token in found]
+        """Return the id of a string, or a list of them; the unknown token's id for unknown strings."""
+        known = self._find([tokens] if isinstance(tokens, str) else list(tokens))
+        ids = [self.unk_token_id if token is None else token for token in known]
         return ids[0] if isinstance(tokens, str) else ids
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token's id."""
-        return dict(self._ask({"do": "vocabulary"}, "the vocabulary cannot be had"))
+        """Return every token's id."""
+        return dict(self._ask({"do": "vocabulary"}, "the vocabulary is not available"))
 
     def parts(self) -> dict[str, str]:
-        """A digest of each part of the tokenizer that has an effect on ids or text, by the part's name."""
+        """Return a digest of each part of the tokenizer that affects ids or text, by name."""
         return dict(self._ask({"do": "parts"}, "the tokenizer cannot be compared"))
 
     @property
     def mark_ids(self) -> list[int]:
-        """Ids of the added tokens that are more than text: control tokens, and marks such as
-        ``<tool_call>``.
-        """
+        """Ids of added tokens that are not plain text: control tokens, and marks such as ``<tool_call>``."""
         return list(self._facts["marks"])
 
     @property
     def special_tokens(self) -> dict[int, str]:
-        """The text of every control token by its id, such as ``<|im_start|>``."""
+        """The text of every control token, such as ``<|im_start|>``, by id."""
         return {int(token): str(text) for token, text in self._facts["special_tokens"]}
 
     def token_bytes(self) -> list[bytes] | None:
-        """The bytes of every token by its id; None: this tokenizer's tokens are not bytes."""
+        """Return the bytes of every token by id, or None if this tokenizer's tokens are not bytes."""
         known = self._facts["decoder"] != "other"
         return [*map(self.detokenizer.token_bytes, range(len(self._facts["pieces"])))] if known else None
 
@@ -225,7 +215,7 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """Messages through the chat template.
+        """Render messages with the chat template.
 
         Args:
             conversation: messages, each with a role and content; or several such conversations, for a list of
@@ -233,32 +223,29 @@ class Tokenizer:
             tools: JSON schemas or Python functions that the model may call. A function needs a type hint for
                 each parameter, and a docstring in Google's style that describes them.
             documents: texts the model may read, each with a title and a text.
-            chat_template: one of the model's by name, or Jinja source; default: the model's.
+            chat_template: the name of one of the model's, or Jinja source; default: the model's.
             add_generation_prompt: end where the assistant's answer begins.
-            continue_final_message: end inside the last message, so that the model goes on with it.
-            tokenize: return token ids; else text.
+            continue_final_message: end inside the last message, so that the model continues it.
+            tokenize: return token ids instead of text.
             variables: further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            PromptError: no template, or one that fails on these messages, takes longer than 5 s or more than
-                512 MiB.
-            ValueError: arguments that cannot be applied.
+            PromptError: there is no template, or it fails on these messages or exceeds 5 s or 512 MiB.
+            ValueError: the arguments are not supported.
         """
         for name in REFUSED:
             if variables.pop(name, None):
                 raise ValueError(f"{name} is not supported by kvant's apply_chat_template")
         if continue_final_message and add_generation_prompt:
             raise ValueError(
-                "continue_final_message and add_generation_prompt are given; expected one of them"
+                "continue_final_message and add_generation_prompt are both set; expected one of them"
             )
-        given: dict[str, Any] = {"chat_template": chat_template, "tokenize": tokenize, **variables}
-        given |= {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
+        options: dict[str, Any] = {"chat_template": chat_template, "tokenize": tokenize, **variables}
+        options["add_generation_prompt"] = add_generation_prompt
+        options["continue_final_message"] = continue_final_message
         if conversation and all(isinstance(each, list | tuple) for each in conversation):
             return [
-                self.apply_chat_template(prepare(each), tools, documents, **given) for each in conversation
+                self.apply_chat_template(prepare(each), tools, documents, **options) for each in conversation
             ]
         if tools is not None:
             tools = [tool if isinstance(tool, Mapping) else _schema(tool) for tool in tools]
@@ -278,14 +265,14 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def close(self) -> None:
-        """End the tokenizer's process, also one that is stopped. A further use starts another one."""
+        """End the tokenizer's process, even one that is stopped. A further use starts another."""
         self._process.close()
 
     def _known(self, token: str) -> int:
-        found = self._find([token])[0]
-        if found is None:
+        token_id = self._find([token])[0]
+        if token_id is None:
             raise ValueError(f"{token!r} is not a token of this tokenizer")
-        return found
+        return token_id
 
     def _find(self, tokens: list[str]) -> list[int | None]:
         return list(self._ask({"do": "ids", "tokens": tokens}, "no such tokens"))
@@ -298,43 +285,40 @@ class Tokenizer:
 
 
 def _schema(tool: object) -> dict[str, Any]:
-    """The JSON schema of a Python function, by transformers."""
+    """Return the JSON schema of a Python function, made by transformers."""
     if not callable(tool):
         raise ValueError(f"a tool is a {type(tool).__name__}; expected a JSON schema or a function")
     from transformers.utils.chat_template_utils import get_json_schema  # takes most of a second
 
     try:
         return dict(get_json_schema(tool))
-    except Exception as error:  # its own kinds share no base
+    except Exception as error:  # transformers' error types have no common base
         raise ValueError(f"tool {getattr(tool, '__name__', tool)!r}: {one_line(error)}") from error
 
 
-def _ids(given: Any) -> list[int]:
-    """An id, or ids of a sequence or an array, as a list of ints."""
+def _ids(value: Any) -> list[int]:
+    """Convert an id, a sequence or an array to a list of ints."""
     try:
-        ids = [operator.index(given)]
+        ids = [operator.index(value)]
     except TypeError:
         try:
-            ids = [operator.index(token) for token in given]
+            ids = [operator.index(token) for token in value]
         except TypeError:
-            raise ValueError(f"token ids are {str(given)[:80]!r}; expected an int or ints") from None
+            raise ValueError(f"token ids are {str(value)[:80]!r}; expected an int or ints") from None
     if wrong := [token for token in ids if not 0 <= token < MAX_IDS]:
         raise ValueError(f"token id {str(wrong[0])[:80]}; expected 0 to {MAX_IDS - 1}")
     return ids
 
 
 def check_same(theirs: Tokenizer, ours: Tokenizer) -> None:
-    """Refuse a draft model's tokenizer that differs from the model's, ``ours``."""
+    """Refuse a draft model's tokenizer (``theirs``) that differs from the model's (``ours``)."""
     parts = ours.parts()
     differing = [name for name, digest in theirs.parts().items() if parts[name] != digest]
     if not differing:
         return
-    what = (
-        f"its {differing[0]} are not the same"
-        if differing[0].endswith("s")
-        else f"its {differing[0]} is another"
-    )
-    if differing[0] == "vocabulary":
+    noun = differing[0]
+    what = f"its {noun} are not the same" if noun.endswith("s") else f"its {noun} is not the same"
+    if noun == "vocabulary":
         what = _first_token(theirs.get_vocab(), ours.get_vocab())
     raise ModelError(f"the draft model's tokenizer differs: {what}")
 
@@ -342,5 +326,5 @@ def check_same(theirs: Tokenizer, ours: Tokenizer) -> None:
 def _first_token(theirs: Mapping[str, int], ours: Mapping[str, int]) -> str:
     there, here = ({place: token for token, place in vocabulary.items()} for vocabulary in (theirs, ours))
     first = min(place for place in there.keys() | here.keys() if there.get(place) != here.get(place))
-    there_is, here_is = (repr(found[first])[:80] if first in found else "missing" for found in (there, here))
+    there_is, here_is = (repr(each[first])[:80] if first in each else "missing" for each in (there, here))
     return f"token {first} is {there_is} there and {here_is} here"

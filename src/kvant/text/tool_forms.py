@@ -1,7 +1,7 @@
-"""The forms in which models write tool calls.
+"""The formats in which models write tool calls.
 
-mlx-lm's parsers (0.32.2) do not replace the readers of whole calls. They change values, such as an integer of
-20 digits, drop text that they do not expect, and importing one takes 3 s. 25 tests of calls fail with them.
+mlx-lm's parsers (0.32.2) cannot replace these readers: they change values, such as an integer of 20 digits,
+drop unexpected text, take 3 s to import, and fail 25 tests of calls.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from kvant.text.tokenizer import Tokenizer
 
 
 class Hermes(JsonForm):
-    """Of Qwen2.5, Qwen3 and Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    """Qwen2.5, Qwen3 and Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
     name = "hermes"
     starts = ("<tool_call>",)
@@ -48,7 +48,7 @@ class Hermes(JsonForm):
 
 
 class QwenCoder(ToolFormat):
-    """Of Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``.
+    """Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``.
 
     The model often leaves out ``<tool_call>``, and sometimes ``</tool_call>`` before another call.
     """
@@ -62,11 +62,11 @@ class QwenCoder(ToolFormat):
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         text, _, end = text.rpartition("</function>")
-        found = _FUNCTION.fullmatch(text)
-        if found is None or not "</tool_call>".startswith(end.lstrip()):
+        match = _FUNCTION.fullmatch(text)
+        if match is None or not "</tool_call>".startswith(end.lstrip()):
             raise ValueError("not a function")
-        name = found[1]
-        rest = found[2]
+        name = match[1]
+        rest = match[2]
         schema = tools.get(name, {})
         arguments: dict[str, Any] = {}
         while rest.strip():
@@ -78,19 +78,19 @@ class QwenCoder(ToolFormat):
         return [(name, arguments)]
 
 
-# A value may have the marks in it, where they are not followed by what follows a value.
+# A value may contain marks unless they are followed by what can follow a value.
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]+)\s*>(.*)", re.DOTALL)
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>(?=\s*<parameter=|\s*\Z)", re.DOTALL
 )
-# looked for at each token: no name is longer
+# searched at each token, so the length of a name is limited
 _FUNCTION_BEGUN = re.compile(r"<function=[^<>\s]{1,256}\s*>\s*")
-_CODER_BEGINS = ("<tool_call>", "<function=")  # of another call
+_CODER_BEGINS = ("<tool_call>", "<function=")  # may begin another call
 
 
 class _QwenCoderReader(Reader):
     def __init__(self) -> None:
-        self._at = 0  # its end is not before
+        self._at = 0  # the end is not before it
 
     def end(self, text: str, is_all: bool) -> int | None:
         start = len("<tool_call>") if text.startswith("<tool_call>") else 0
@@ -103,8 +103,8 @@ class _QwenCoderReader(Reader):
         if not may_be_any(("<parameter=", "</function>"), text, begun.end()):
             raise NoCallError("neither a parameter nor the end", begun.end())
         self._at = max(self._at, begun.end())
-        while (found := text.find("</function>", self._at)) >= 0:
-            end = found + len("</function>")
+        while (match_at := text.find("</function>", self._at)) >= 0:
+            end = match_at + len("</function>")
             following = skip_space(text, end)
             if text.startswith("</tool_call>", following):
                 return following + len("</tool_call>")
@@ -112,10 +112,10 @@ class _QwenCoderReader(Reader):
                 return None
             if is_all and may_be_any(("</tool_call>",), text, following):
                 return len(text)
-            # A call with <tool_call> but without </tool_call> ends only before another call. One without
+            # A call with <tool_call> but without </tool_call> ends only before another call. A call without
             # <tool_call> ends here whatever follows.
             is_end = not start or may_be_any(_CODER_BEGINS, text, following)
-            if is_end and _ends_with_value(text, begun.end(), found):
+            if is_end and _ends_with_value(text, begun.end(), match_at):
                 return end
             self._at = end
         self._at = max(self._at, len(text) - len("</function>"))
@@ -123,26 +123,26 @@ class _QwenCoderReader(Reader):
 
 
 def _ends_with_value(text: str, start: int, end: int) -> bool:
-    """Return whether the arguments from ``start`` to ``end`` end as a parameter does, or there are none."""
+    """Whether the arguments from ``start`` to ``end`` are empty or end like a parameter."""
     while end > start and text[end - 1].isspace():
         end -= 1
     return end == start or text.endswith("</parameter>", start, end)
 
 
 def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
-    """A parameter's value of its text, as its schema has it: the form does not tell 1 from "1"."""
+    """Convert a parameter's text by its schema, since the format does not distinguish 1 from "1"."""
     listed = schema.get("properties")
-    part = (
+    subschema = (
         listed.get(name)
         if isinstance(listed, Mapping) and name in listed
         else schema.get("additionalProperties")
     )
     read = _read(text)
-    types = _types(part, schema, (text, read))
+    types = _types(subschema, schema, (text, read))
     kinds = {TYPES[type(read)]}
     if isinstance(read, int | float) and not isinstance(read, bool):
         kinds |= {"number", "integer"} if read == read // 1 else {"number"}
-    # Where a string would do as well, a number is a string. A list, an object and null are not.
+    # If a string would do, a number stays a string. A list, an object and null do not.
     if isinstance(read, bool | int | float) and (not types or "string" in types):
         return text
     return read if not types or kinds & types else text
@@ -152,27 +152,28 @@ TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "in
 TYPES[type(None)] = "null"
 
 
-def _types(part: Any, root: Mapping[str, Any], values: tuple[Any, ...]) -> set[str]:
-    """The JSON types that a schema names, of itself or of its alternatives; none: any. Of an enum, those
-    of values.
+def _types(schema: Any, root: Mapping[str, Any], values: tuple[Any, ...]) -> set[str]:
+    """Return the JSON types that a schema or its alternatives allow; of an enum, those of ``values``.
+
+    An empty set means any type.
     """
-    found: set[str] = set()
-    seen: set[int] = set()  # parts by their ids: they may refer to themselves
-    left = [part]
+    types: set[str] = set()
+    seen: set[int] = set()  # ids of schemas, which may refer to themselves
+    left = [schema]
     while left:
-        part = left.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
+        schema = left.pop()
+        if not isinstance(schema, Mapping) or id(schema) in seen:
             continue
-        seen.add(id(part))
-        kinds = part.get("type")
-        found |= {each for each in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(each, str)}
-        allowed = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
-        found |= {TYPES[type(each)] for each in allowed if each in values}
-        left += [*_list(part.get("anyOf")), *_list(part.get("oneOf"))]
-        match str(part.get("$ref")).split("/"):
+        seen.add(id(schema))
+        kinds = schema.get("type")
+        types |= {each for each in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(each, str)}
+        allowed = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+        types |= {TYPES[type(each)] for each in allowed if each in values}
+        left += [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+        match str(schema.get("$ref")).split("/"):
             case ["#", group, name] if isinstance(root.get(group), Mapping):
                 left.append(root[group].get(name))
-    return found
+    return types
 
 
 def _list(value: Any) -> list[Any]:
@@ -180,48 +181,46 @@ def _list(value: Any) -> list[Any]:
 
 
 def _read(text: str) -> Any:
-    """A value as JSON, or as Python writes it: the template of Qwen3-Coder writes lists so. Else it is a
-    string.
-    """
+    """Parse a value as JSON or as a Python literal, which Qwen3-Coder's template writes; else it is text."""
     for form in (text, _PYTHON.sub(_as_json, text)):
         try:
             read = load_json(form)
         except (ValueError, RecursionError):
             continue
-        return text if isinstance(read, str) else read  # strings are written without quotes
+        return text if isinstance(read, str) else read  # the format writes strings without quotes
     return text
 
 
-# A text's end may be missing, so that nothing is read twice; what comes of it is no JSON.
+# A string's end is optional, so that matching is linear; an unterminated string is not valid JSON.
 _PYTHON = re.compile(r"""'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?|True|False|None""", re.DOTALL)
 _ESCAPED = re.compile(r"""\\.|["\n]""", re.DOTALL)
 _IN_JSON = {"\\'": "'", "\\x": "\\u00", '"': '\\"', "\n": "\\n"}
 
 
-def _as_json(found: re.Match[str]) -> str:
-    literal = found[0]
+def _as_json(match: re.Match[str]) -> str:
+    literal = match[0]
     if literal[0] not in "'\"":
         return {"True": "true", "False": "false", "None": "null"}[literal]
     return '"' + _ESCAPED.sub(lambda piece: _IN_JSON.get(piece[0], piece[0]), literal[1:-1]) + '"'
 
 
 class Mistral(JsonForm):
-    """Of Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``; its later one is read, too."""
+    """Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``; also reads its later format."""
 
     name = "mistral"
     starts = ("[TOOL_CALLS]",)
 
     def __init__(self, space: str = " ") -> None:
-        """``space``: what stands after the mark."""
+        """``space``: the text after the mark."""
         self.writing = Writing(
             '{"name": "', '", "arguments": ', "}", ", ", begin=f"[TOOL_CALLS]{space}[", end="]"
         )
 
-    def call_id(self, given: str, name: str, number: int) -> str:
-        """Nine letters and digits; of another id always the same ones."""
-        if len(given) == 9 and given.isascii() and given.isalnum():
-            return given
-        return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+    def call_id(self, proposed: str, name: str, number: int) -> str:
+        """Return nine letters and digits, always the same for the same id."""
+        if len(proposed) == 9 and proposed.isascii() and proposed.isalnum():
+            return proposed
+        return hashlib.sha256(proposed.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
     def json_start(self, text: str, is_all: bool) -> int | None:
         start = len("[TOOL_CALLS]")
@@ -240,14 +239,14 @@ class Mistral(JsonForm):
         body = text.removeprefix("[TOOL_CALLS]").strip()
         if body.startswith("["):
             return [call_of(value, "arguments") for value in load_json(body)]
-        found = _HEADER.match(body)
-        if found is None:
+        match = _HEADER.match(body)
+        if match is None:
             raise ValueError("not a call")
-        return [(found[1], load_json(body[found.end() :]))]
+        return [(match[1], load_json(body[match.end() :]))]
 
 
 class MistralArgs(Mistral):
-    """Of Mistral since 2025: ``[TOOL_CALLS]NAME[ARGS]{...}``, once for each call."""
+    """Mistral since 2025: ``[TOOL_CALLS]NAME[ARGS]{...}``, once for each call."""
 
     name = "mistral_args"
 
@@ -260,9 +259,9 @@ _HEADER_BEGUN = re.compile(r"[\w./:-]{0,256}(?:\[[A-Z_]{0,7}(?:\]\w{0,64}(?:\[[A
 
 
 class Llama3(JsonForm):
-    """Of Llama 3.1 to 3.3: ``{"name": ..., "parameters": {...}}``, alone or after ``<|python_tag|>``.
+    """Llama 3.1 to 3.3: ``{"name": ..., "parameters": {...}}``, possibly after ``<|python_tag|>``.
 
-    The calls of its builtin tools, ``<|python_tag|>brave_search.call(...)``, are text.
+    Calls of its built-in tools, ``<|python_tag|>brave_search.call(...)``, are text.
     """
 
     name = "llama3"
@@ -277,33 +276,33 @@ class Llama3(JsonForm):
 
 
 class _Marked(ToolFormat):
-    """Calls between two marks. A value may not have the marks that end it in it."""
+    """Calls between two marks. A value cannot contain the marks that end it."""
 
     end: ClassVar[str]  # the mark that ends the calls; an answer may end before it
-    call_end: ClassVar[str] = ""  # ends each of them; "": there is one
-    call: ClassVar[re.Pattern[str]]  # before that: a name and arguments, as JSON or each with its end
+    call_end: ClassVar[str] = ""  # ends each call; "": there is only one
+    call: ClassVar[re.Pattern[str]]  # a call without call_end: its name and its arguments
     argument_end: ClassVar[str] = ""
-    argument: ClassVar[re.Pattern[str] | None] = None  # its name and value; None: arguments are JSON
+    argument: ClassVar[re.Pattern[str] | None] = None  # an argument's name and value; None: JSON
 
     def reader(self) -> Reader:
         return _MarkedReader(self.end)
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         body = text.removeprefix(self.starts[0]).removesuffix(self.end)
-        found = _pieces(body, self.call_end, self.call)
-        return [(name, self._arguments(given, tools.get(name, {}))) for name, given in found]
+        calls = _pieces(body, self.call_end, self.call)
+        return [(name, self._arguments(arguments, tools.get(name, {}))) for name, arguments in calls]
 
     def _arguments(self, text: str, schema: Mapping[str, Any]) -> Any:
         if self.argument is None:
             return load_json(text.strip().removesuffix("```"))
-        found = _pieces(text, self.argument_end, self.argument)
-        if len(dict(found)) < len(found):
+        pairs = _pieces(text, self.argument_end, self.argument)
+        if len(dict(pairs)) < len(pairs):
             raise ValueError("an argument twice")
-        return {name: _value(value, name, schema) for name, value in found}
+        return {name: _value(value, name, schema) for name, value in pairs}
 
 
 def _pieces(text: str, end: str, form: re.Pattern[str]) -> list[tuple[str, str]]:
-    """The name and the rest of each piece of a text that ends with a mark; without one, of all of it."""
+    """Return name and rest of each piece of text that ends with a mark; without a mark, of the whole text."""
     *pieces, rest = text.split(end) if end else [text, ""]
     matches = [form.fullmatch(piece.lstrip()) for piece in pieces]
     if rest.strip() or None in matches:
@@ -314,18 +313,16 @@ def _pieces(text: str, end: str, form: re.Pattern[str]) -> list[tuple[str, str]]
 class _MarkedReader(Reader):
     def __init__(self, mark: str) -> None:
         self._mark = mark
-        self._at = 0  # its end is not before
+        self._at = 0  # the end is not before it
 
     def end(self, text: str, is_all: bool) -> int | None:
-        found = text.find(self._mark, self._at)
+        at = text.find(self._mark, self._at)
         self._at = max(0, len(text) - len(self._mark))
-        return found + len(self._mark) if found >= 0 else len(text) if is_all else None
+        return at + len(self._mark) if at >= 0 else len(text) if is_all else None
 
 
 class Glm(_Marked):
-    """Of GLM 4.5 to 4.7:
-    ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``.
-    """
+    """GLM 4.5 to 4.7: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``."""
 
     name = "glm"
     starts = ("<tool_call>",)
@@ -336,9 +333,7 @@ class Glm(_Marked):
 
 
 class MiniMax(_Marked):
-    """Of MiniMax M2: ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`` between
-    marks.
-    """
+    """MiniMax M2: ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>`` between marks."""
 
     name = "minimax"
     starts = ("<minimax:tool_call>",)
@@ -350,12 +345,12 @@ class MiniMax(_Marked):
 
 
 def _mark(words: str) -> str:
-    """A mark of DeepSeek's, with its bars and its spaces."""
+    """Return one of DeepSeek's marks, with its special bars and spaces."""
     return f"<\uff5c{words.replace(' ', chr(0x2581))}\uff5c>"
 
 
 class DeepSeek(_Marked):
-    """Of DeepSeek V3, whose JSON is in a block of Markdown, and of V3.1: a name, a mark, JSON."""
+    """DeepSeek V3, with JSON in a Markdown block, and V3.1: a name, a mark, JSON."""
 
     name = "deepseek"
     text_arguments = True
@@ -370,7 +365,7 @@ class DeepSeek(_Marked):
 
 
 class Kimi(_Marked):
-    """Of Kimi K2, whose calls have their names in their ids: ``functions.NAME:0``."""
+    """Kimi K2, whose call ids contain the tools' names: ``functions.NAME:0``."""
 
     name = "kimi"
     starts = ("<|tool_calls_section_begin|>",)
@@ -381,12 +376,12 @@ class Kimi(_Marked):
         re.DOTALL,
     )
 
-    def call_id(self, given: str, name: str, number: int) -> str:
+    def call_id(self, proposed: str, name: str, number: int) -> str:
         return f"functions.{name}:{number}"
 
 
 class Gemma4(_Marked):
-    """Of Gemma 4: ``<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:3}<tool_call|>``. Texts are as they are."""
+    """Gemma 4: ``<|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:3}<tool_call|>``; strings are not escaped."""
 
     name = "gemma4"
     starts = ("<|tool_call>",)
@@ -397,20 +392,20 @@ class Gemma4(_Marked):
         return load_json(_GEMMA.sub(_gemma_as_json, text))
 
 
-# A text's end may be missing, so that nothing is read twice; what comes of it is no JSON.
+# A string's end is optional, so that matching is linear; an unterminated string is not valid JSON.
 _GEMMA = re.compile(
     r'<\|"\|>(?P<text>.*?)(?:<\|"\|>|\Z)|(?P<before>[{,]\s*)(?P<key>[^\s{}\[\]:,"<>]+)(?=\s*:)', re.DOTALL
 )
 
 
-def _gemma_as_json(found: re.Match[str]) -> str:
-    return json.dumps(found["text"]) if found["key"] is None else found["before"] + json.dumps(found["key"])
+def _gemma_as_json(match: re.Match[str]) -> str:
+    return json.dumps(match["text"]) if match["key"] is None else match["before"] + json.dumps(match["key"])
 
 
 class Harmony(JsonForm):
-    """Of gpt-oss: ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``.
+    """gpt-oss: ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``.
 
-    The name may be before the channel, as its template writes it. A call ends the answer.
+    The name may come before the channel, as in its template. A call ends the answer.
     """
 
     name = "harmony"
@@ -424,18 +419,18 @@ class Harmony(JsonForm):
     needs_end = False
 
     def json_start(self, text: str, is_all: bool) -> int | None:
-        found = text.find("<|message|>", 0, MOST_HEAD)
-        at = skip_space(text, found + len("<|message|>"))
-        if found >= 0 and at < len(text):
+        message_at = text.find("<|message|>", 0, MOST_HEAD)
+        at = skip_space(text, message_at + len("<|message|>"))
+        if message_at >= 0 and at < len(text):
             may_be("{", text, at, 1)
             return at
-        if is_all or (found < 0 and len(text) >= MOST_HEAD):
+        if is_all or (message_at < 0 and len(text) >= MOST_HEAD):
             raise NoCallError("a call without arguments", 1)
         return None
 
     def read(self, text: str, tools: Schemas) -> list[Call]:
         head, _, body = text.partition("<|message|>")
-        name, *_ = _RECIPIENT.findall(head)  # a ValueError where it calls no function
+        name, *_ = _RECIPIENT.findall(head)  # raises a ValueError if it does not call a function
         return [(name, load_json(body[: body.rindex("}") + 1]))]
 
 
@@ -457,14 +452,14 @@ PROBE_ARGUMENTS = {"value": "x"}
 
 
 def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    """The form of a model's tool calls: the one in which its chat template writes a call.
+    """Return the format in which a model's chat template writes tool calls.
 
-    None: the template writes no tools, or it writes calls in no form that is known here.
+    None: the template shows no tools, or writes calls in an unknown format.
     """
     asked = [{"role": "user", "content": "x"}]
 
-    def rendered(messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        return str(tokenizer.apply_chat_template(messages, [PROBE_TOOL], tokenize=False, **given))
+    def rendered(messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, [PROBE_TOOL], tokenize=False, **options))
 
     try:
         prompt = rendered(asked, add_generation_prompt=True)
@@ -472,26 +467,25 @@ def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
         return None
     if PROBE not in prompt:
         return None
-    # Mistral's, and Kimi's
+    # Mistral's id, and Kimi's
     for as_text, call_id in product((False, True), ("abcdefghi", f"functions.{PROBE}:0")):
         function = {"name": PROBE, "arguments": to_json(PROBE_ARGUMENTS) if as_text else PROBE_ARGUMENTS}
         call = {"id": call_id, "type": "function", "function": function}
         with suppress(PromptError):
             called = rendered([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-            if found := _form_of(
-                tokenizer, prompt, called, [form for form in FORMS if form.text_arguments is as_text]
-            ):
-                return found
+            forms = [form for form in FORMS if form.text_arguments is as_text]
+            if (form := _form_of(tokenizer, prompt, called, forms)) is not None:
+                return form
     return None
 
 
 def _form_of(
     tokenizer: Tokenizer, prompt: str, called: str, forms: Sequence[ToolFormat]
 ) -> ToolFormat | None:
-    """The form of the call that a template wrote behind a prompt."""
+    """Return the format of the call that a template wrote after a prompt."""
     same = next((n for n, (a, b) in enumerate(zip(prompt, called, strict=False)) if a != b), len(prompt))
     mark = max(prompt.rfind("<", 0, same), prompt.rfind("[", 0, same))
-    # <think> of the prompt and <tool_call> begin alike
+    # <think> in the prompt and <tool_call> have the same beginning
     if mark >= 0 and not {">", "]"} & {*prompt[mark:same]}:
         same = mark
     written = called[same:]
@@ -499,7 +493,7 @@ def _form_of(
         parts = AnswerParts(tokenizer, prompt[:same], [PROBE_TOOL], form)
         begin = form.writing.begin if form.writing is not None else ""
         if form.head and form.starts[0] not in written:
-            continue  # a family with another mark before the head
+            continue  # a model family with another mark before the head
         if begin in written and CallPart(PROBE, '{"value":"x"}') in [*parts.add(written), *parts.finish()]:
             return form
     return None

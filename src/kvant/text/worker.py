@@ -1,10 +1,10 @@
-"""The program that renders chat templates and runs the tokenizer; kvant.text.process starts it by its path.
+"""Render chat templates and run the tokenizer; kvant.text.process starts this program by its path.
 
-A request is a line of JSON and the bytes it announces as ``payload``. ``seconds`` is its limit of processor
-time, after which a signal ends this process, even if nobody waits for the answer any more. ``do`` says what
-to do: "load" a tokenizer, "render" a template, "check_grammar", or a method of encoding.Encoder; the rest are
-its arguments. The answer is a line of JSON, {"result": ...} or {"error": a line}, after a first line that
-says the process is ready. It ends when its standard input does.
+A request is a line of JSON and as many bytes as it announces in ``payload``. ``seconds`` limits its processor
+time; then a signal ends this process, even if nobody waits for the answer any more. ``do`` is "load" (a
+tokenizer), "render" (a template), "check_grammar", or a method of encoding.Encoder; the other keys are its
+arguments. The answer is a line of JSON, {"result": ...} or {"error": message}. The very first line says that
+the process is ready. It ends when its standard input does.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # The package's own __init__ would load MLX, for which this process has neither use nor memory.
+    # The package's __init__ would load MLX, which this process does not need and has no memory for.
     package = types.ModuleType("kvant")
     package.__path__ = [str(Path(__file__).parents[1])]
     sys.modules["kvant"] = package
@@ -28,20 +28,20 @@ from kvant.text.rendering import render
 
 
 class Worker:
-    """Answers requests; holds the tokenizer that was loaded last."""
+    """Answer requests with the tokenizer that was loaded last."""
 
     def __init__(self) -> None:
         self._encoder: Encoder | None = None
 
     def answer(self, request: dict[str, Any], payload: bytes) -> dict[str, Any]:
-        """The result, or a line that says why there is none."""
+        """Return the result, or a line that says why there is none."""
         try:
             return {"result": self._do(request, payload)}
         except MemoryError:
             return {"error": "it needs too much memory"}
         except RecursionError:
             return {"error": "it is nested too deeply"}
-        except BaseException as error:  # a template is a program, and Rust's panics are no Exceptions
+        except BaseException as error:  # templates raise anything, and Rust's panics are not Exceptions
             lines = str(error).strip().splitlines()
             return {"error": lines[0] if lines else type(error).__name__}
 
@@ -60,24 +60,24 @@ class Worker:
 
 
 def limit(what: int, value: int) -> None:
-    """Limit this process, unless it is limited more already."""
+    """Lower a limit of this process; never raise one."""
     _, most = resource.getrlimit(what)
     resource.setrlimit(what, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def main(memory_limit: int) -> None:
     """Serve standard input."""
-    # which ends it; whoever started this may ignore or block the signal
+    # The signal must end the process; whoever started it may ignore or block the signal.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a library that prints does not answer
+    os.dup2(2, 1)  # keep what libraries print out of the answers
     limit(resource.RLIMIT_CORE, 0)
     worker = Worker()
     requests = sys.stdin.buffer
 
     def bound() -> None:
-        """Limit the memory beside what is mapped now."""
+        """Limit memory to what is mapped now plus ``memory_limit``."""
         if memory_limit:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory_limit)
@@ -96,7 +96,7 @@ def main(memory_limit: int) -> None:
         answers.write(encoded)
         answers.flush()
         if loads:
-            bound()  # a text's memory counts beside the tokenizer's
+            bound()  # the tokenizer does not count towards a text's memory
 
 
 if __name__ == "__main__":
