@@ -42,7 +42,7 @@ def main() -> None:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shipped, cast = _folder(scratch / "shipped", cast=False), _folder(scratch / "float32", cast=True)
-        own = {blas.VARIABLE: blas.OWN}
+        own = {blas.VARIABLE: blas.MLX_BLAS}
         urls = [
             f"kvant={stack.enter_context(server(KVANT, {}))}",
             f"mlx-lm={stack.enter_context(server(['-c', MLX_LM, '--model', str(shipped)], own))}",

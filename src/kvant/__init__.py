@@ -1,5 +1,4 @@
-"""kvant: Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX with a preallocated, quantized
-key/value cache.
+"""Run Qwen, Llama, Mistral, SmolLM3 and OLMo 2 on Apple MLX with a preallocated, quantized KV cache.
 
 >>> from kvant import load, generate
 >>> model, tokenizer = load("pocket")
@@ -48,13 +47,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The engine is imported when it is first asked for: the command has its own way to it."""
+    """Import the engine only when it is used, because the command imports it in another way."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "sample_utils":
         return import_module("kvant.sample_utils")
-    parts = (
-        import_module(f"kvant.engine.{part}")
-        for part in ("load", "generate", "prompt_cache", "batch_generate")
+    modules = (
+        import_module(f"kvant.engine.{module}")
+        for module in ("load", "generate", "prompt_cache", "batch_generate")
     )
-    return next(getattr(part, name) for part in parts if hasattr(part, name))
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

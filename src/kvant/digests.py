@@ -1,8 +1,8 @@
-"""SHA-256 digests of files, remembered in the user's cache for as long as a file is unchanged.
+"""SHA-256 digests of files, remembered in the user's cache while a file is unchanged.
 
-A file is unchanged while its path, device, inode, size, modification time and change time are the same. No
-program can set the change time, so an edit that restores the modification time is noticed too. The record is
-never stored beside the file: whoever made a model's folder could put a false record there.
+A file is unchanged while its path, device, inode, size, modification time and change time are the same.
+Programs cannot set the change time, so an edit that restores the modification time is detected too. The
+record is never stored next to the file, where whoever made a model's folder could put a false one.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from kvant.files import open_file, user_cache
 from kvant.private import read_record, write_record
 
 FILE = "digests.json"
-SMALL = 2**20  # bytes; a smaller file is hashed as fast as its digest is looked up
-MOST_FILES = 2**11  # the record keeps this many digests, the newest ones
-MAX_BYTES = 2**20  # of the record; MOST_FILES digests take less
-# A digest is remembered only if the file has been unchanged for this long: another change within the same
-# tick of the file system's clock would leave its times as they are.
+SMALL = 2**20  # bytes; hashing a smaller file is as fast as looking up its digest
+MOST_FILES = 2**11  # the record has at most this many digests, the newest ones
+MAX_BYTES = 2**20  # limit of the record; MOST_FILES digests take less
+# A digest is remembered only if the file has been unchanged for this long. Another change within the same
+# tick of the file system's clock would not change its times.
 SETTLED_NS = 10**8
-SETTLED_COARSE_NS = 2 * 10**9  # for a file system that counts whole seconds
+SETTLED_COARSE_NS = 2 * 10**9  # for file systems that count whole seconds
 
 
 class FileState(NamedTuple):
-    """What changes when a file's content does; times are in nanoseconds."""
+    """Properties that change with a file's content; times are in nanoseconds."""
 
     device: int
     inode: int
@@ -41,7 +41,7 @@ NO_FILE = FileState(0, 0, 0, 0, 0)
 
 
 def state_of(path: Path) -> FileState:
-    """Return the state of a file, or :data:`NO_FILE` if it cannot be found."""
+    """Return the state of a file, or :data:`NO_FILE` if it does not exist."""
     try:
         return _state(os.stat(path))
     except (OSError, ValueError):
@@ -49,16 +49,14 @@ def state_of(path: Path) -> FileState:
 
 
 def file_sha256(path: Path, expected: FileState | None = None) -> str:
-    """Return the digest of a file of a model folder, 64 hexadecimal digits; compute it unless it is
-    remembered.
+    """Return the digest of a file in a model folder as 64 hexadecimal digits, from the record if possible.
 
     Args:
         path: a file that :func:`kvant.files.open_file` opens.
-        expected: what :func:`state_of` returned before the file was used; None accepts any state.
+        expected: the result of :func:`state_of` before the file was used; None accepts any state.
 
     Raises:
-        CheckpointError: the file cannot be read, its state is not the expected one, or it changes while it is
-            hashed.
+        CheckpointError: the file cannot be read, its state is not ``expected``, or it changes meanwhile.
     """
     with open_file(path, error=CheckpointError) as file:
         state = _state(os.fstat(file.fileno()))
@@ -77,10 +75,10 @@ def file_sha256(path: Path, expected: FileState | None = None) -> str:
 
 
 def hash_file(path: Path, file: BufferedReader) -> str:
-    """Read an open file to its end and return its digest as 64 hexadecimal digits, which is remembered.
+    """Read an open file to its end; remember and return its digest as 64 hexadecimal digits.
 
     Args:
-        path: what the digest is remembered under.
+        path: the name under which the digest is remembered.
         file: open for reading, at its beginning.
 
     Raises:
@@ -101,8 +99,8 @@ def _path() -> Path:
     return user_cache() / FILE
 
 
-def _state(found: os.stat_result) -> FileState:
-    return FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+def _state(status: os.stat_result) -> FileState:
+    return FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _key(path: Path, state: FileState) -> str:

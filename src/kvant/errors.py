@@ -1,4 +1,4 @@
-"""Every error that kvant raises on purpose::
+"""The errors that kvant raises on purpose::
 
     KvantError
      +-- ModelError
@@ -7,8 +7,8 @@
      +-- KernelError                               also a RuntimeError
      +-- SnapshotError, LogitsError, BenchError, ConvertError, QueueFullError, EngineError, RanksError
 
-Wrong arguments of a function are ValueError and TypeError. ArgumentError is the ValueError that knows the
-argument.
+Wrong arguments of a function raise ValueError or TypeError. ArgumentError is a ValueError that has the
+argument's name.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,21 +18,21 @@ from typing import ClassVar
 from unicodedata import east_asian_width
 
 EXIT_INTERRUPTED = 130
-MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # so that an error takes three lines of a terminal
-MIN_BEGINNING = 4  # characters of a name that say which one is meant
-MAX_CHARACTERS = 2000  # of a text that are looked at
+MAX_COLUMNS = 3 * 79 - len("kvant: error: ")  # an error takes at most three lines of a terminal
+MIN_BEGINNING = 4  # characters that are enough to complete a name
+MAX_CHARACTERS = 2000  # characters of a text that are processed
 
 
 class KvantError(Exception):
-    """Base of every error kvant raises on purpose; its text is one line made for a person.
+    """Base of the errors kvant raises on purpose. The text is one line for a person.
 
-    It may quote text of a stranger, so it goes through :func:`printable`.
+    It may quote a stranger's text, so it goes through :func:`printable`.
     """
 
     columns: ClassVar[int] = MAX_COLUMNS
 
     def __init__(self, message: str = "", advice: str = "") -> None:
-        """``advice`` follows the message. It is kvant's text and is never shortened."""
+        """``advice`` is appended to the message. It is kvant's text and is never shortened."""
         text = printable(message, self.columns)
         super().__init__(f"{text}; {advice}" if advice else text)
 
@@ -46,21 +46,21 @@ class CheckpointError(ModelError):
 
 
 class WeightsError(ModelError):
-    """A model of the hub that is not here or cannot be had, or that has wrong files."""
+    """A model of the hub is not here, cannot be fetched, or has wrong files."""
 
-    columns = 1000  # two digests whole, and a path to copy; a name that was refused is cut where it is quoted
+    columns = 1000  # room for two digests and a path to copy; quoted names are cut elsewhere
 
 
 class SnapshotError(KvantError):
-    """A cache's snapshot that cannot be written or read, or is of another model or format."""
+    """A cache's snapshot cannot be written or read, or belongs to another model or format."""
 
-    columns = 1000  # a path to copy, and two digests whole
+    columns = 1000  # room for a path to copy and two digests
 
 
 class ContextError(KvantError, ValueError):
     """A prompt or a conversation that does not fit the reserved context."""
 
-    columns = 1000  # a plan's sum, and the flags that would fit; it quotes nothing
+    columns = 1000  # a memory plan, and the flags that would fit; quotes no foreign text
 
 
 class PromptError(KvantError, ValueError):
@@ -70,11 +70,11 @@ class PromptError(KvantError, ValueError):
 class GrammarError(KvantError, ValueError):
     """A grammar that cannot be used, or an answer that cannot follow it."""
 
-    columns = 1000  # it quotes the part of a schema or a grammar that is wrong
+    columns = 1000  # quotes the wrong part of a schema or grammar
 
 
 class LogitsError(KvantError):
-    """Logits that no token can be drawn from."""
+    """Logits from which no token can be drawn."""
 
 
 class KernelError(KvantError, RuntimeError):
@@ -90,7 +90,7 @@ class ConvertError(KvantError):
 
 
 class QueueFullError(KvantError):
-    """A request that an engine has no place for now. Later it may have."""
+    """A request that an engine cannot take now. Later it may."""
 
 
 class EngineError(KvantError):
@@ -98,24 +98,26 @@ class EngineError(KvantError):
 
 
 class RanksError(KvantError):
-    """A run on several machines that cannot begin or go on."""
+    """A run on several machines that cannot begin or continue."""
 
 
 class ArgumentError(ValueError):
-    """A wrong argument. Each caller words it in its own names: a command in flags, an API in parameters.
+    """A wrong argument. Callers insert their own names: a command its flags, an API its parameters.
 
     Attributes:
-        argument: its name.
+        argument: the argument's name.
         problem: the rest of the sentence, such as "is 3; expected 4 or 8".
-        needs: the name of the argument that the sentence ends with, if any.
+        needs: the name of an argument that ends the sentence, or "".
     """
 
     def __init__(self, argument: str, problem: str, needs: str = "") -> None:
         super().__init__(argument, problem, needs)
-        self.argument, self.problem, self.needs = argument, problem, needs
+        self.argument = argument
+        self.problem = problem
+        self.needs = needs
 
     def worded(self, name: Callable[[str], str]) -> str:
-        """The sentence, with ``name`` of each argument."""
+        """Return the sentence with arguments named by ``name``."""
         return f"{name(self.argument)} {self.problem} {name(self.needs) if self.needs else ''}".rstrip()
 
     def __str__(self) -> str:
@@ -123,15 +125,15 @@ class ArgumentError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of another library's error, :func:`printable`, or its kind where it says nothing."""
+    """Return the first line of another library's error, made printable, or its type if it has no text."""
     lines = str(error).strip().splitlines()
     return printable(lines[0]) if lines else type(error).__name__
 
 
 def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence that refuses a name: up to 5 that look like it, or begin with it.
+    """Suggest up to 5 names that are similar to ``text`` or begin with it, ignoring case.
 
-    Capital letters do not count. It is empty if there is none.
+    Returns the end of a sentence that refuses a name; empty without suggestions.
     """
     from difflib import get_close_matches
 
@@ -147,10 +149,10 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 
 
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:
-    """The text as it can be shown to a person, whoever wrote it: on one line, in at most so many columns.
+    """Make a text safe to show, whoever wrote it: one line of at most ``columns`` columns.
 
-    Characters that ``str.isprintable`` refuses become Python escapes: control characters, marks of direction
-    or of no width. A text that is too wide loses the middle of its long words first, then its own middle.
+    Characters that ``str.isprintable`` refuses become Python escapes: control characters, direction marks,
+    zero-width characters. If the text is too wide, its long words lose their middles first, then the text.
     """
     text = _cut(text, MAX_CHARACTERS)
     if not text.isprintable():
@@ -161,7 +163,7 @@ def printable(text: str, columns: int = MAX_COLUMNS) -> str:
 
 
 def _cut(text: str, columns: int, end: int = 100) -> str:
-    """The text's start and, in ``end`` columns, its end, where it is wider than ``columns``."""
+    """Cut a text wider than ``columns`` to its start and, in ``end`` columns, its end."""
     if _width(text) <= columns:
         return text
     start = columns - end - len("...")
@@ -174,16 +176,15 @@ def _start(text: str, columns: int) -> str:
 
 
 def _width(text: str) -> int:
-    """Columns of a terminal; those of a mark that joins the character before it count too."""
+    """Return the width in a terminal's columns; combining characters count too."""
     return len(text) if text.isascii() else sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 @contextmanager
 def library_errors(kind: type[KvantError], failure: str) -> Iterator[None]:
-    """Raise another library's error as ``kind``, its text after ``failure``. kvant's own errors pass as they
-    are.
+    """Raise another library's error as ``kind``, with its text after ``failure``; let kvant's errors pass.
 
-    Ctrl-C and the like pass too. A panic in Rust does not: it is no Exception, but it is an error.
+    Ctrl-C and the like pass too, but a panic in Rust is converted although it is not an Exception.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Values of a config.json, each checked when it is read. A key that is missing or null takes the default."""
+"""Read values of a config.json and check each. A key that is missing or null gets the default."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ MAX_LIST, MAX_OBJECT = 4096, 2**15
 
 
 def check_lengths(raw: Mapping[str, Any], *, lists: int = MAX_LIST, objects: int = MAX_OBJECT) -> None:
-    """Refuse a list or an object in a config.json that is longer than that, before anything walks it."""
+    """Refuse lists and objects in a config.json that are longer than the limits."""
     left: list[tuple[str, Any]] = [("the object", raw)]
     while left:
         key, value = left.pop()
@@ -26,7 +26,7 @@ def check_lengths(raw: Mapping[str, Any], *, lists: int = MAX_LIST, objects: int
 
 
 def size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit: int = MAX_SIZE) -> int:
-    """An int from 1 to ``limit``; None as the default: required."""
+    """Read an int from 1 to ``limit``; required if ``default`` is None."""
     value = raw.get(key)
     if value is None:
         if default is None:
@@ -40,15 +40,16 @@ def size(raw: Mapping[str, Any], key: str, *, default: int | None = None, limit:
 def number(
     raw: Mapping[str, Any], key: str, *, default: float | None = None, least: float = 0.0, where: str = ""
 ) -> float:
-    """A number above 0, at least ``least`` and below 1e30; None as the default: required; ``where`` the
-    object is.
+    """Read a number above 0, at least ``least`` and below 1e30; required if ``default`` is None.
+
+    ``where`` is the prefix of the key in messages.
     """
     value = raw.get(key)
     if value is None:
         if default is None:
             raise ModelError(f"config.json: {where}{key} is missing")
         return default
-    # In this order: NaN fails every comparison, and a huge int cannot be made a float.
+    # In this order: NaN fails every comparison, and a huge int cannot be converted to a float.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30 or value < least:
         expected = f"a number from {least:g}" if least else "a positive number"
         raise ModelError(f"config.json: {where}{key} is {str(value)[:40]}; expected {expected} below 1e30")
@@ -56,7 +57,7 @@ def number(
 
 
 def flag(raw: Mapping[str, Any], key: str) -> bool | None:
-    """True, false, or None where it is not said."""
+    """Read true, false, or None if the key is missing."""
     value = raw.get(key)
     if value is not None and not isinstance(value, bool):
         raise ModelError(f"config.json: {key} is {shown(value)}; expected true or false")
@@ -64,7 +65,7 @@ def flag(raw: Mapping[str, Any], key: str) -> bool | None:
 
 
 def strings(raw: Mapping[str, Any], key: str) -> list[str]:
-    """A list of strings; empty where it is not said."""
+    """Read a list of strings; empty if the key is missing."""
     value = raw.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ModelError(f"config.json: {key} is {str(value)[:80]}; expected a list of strings")
@@ -72,7 +73,7 @@ def strings(raw: Mapping[str, Any], key: str) -> list[str]:
 
 
 def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An object; empty where it is not said."""
+    """Read an object; empty if the key is missing."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise ModelError(f"config.json: {key} is {shown(value)}; expected an object")
@@ -80,7 +81,7 @@ def mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def token_ids(raw: Mapping[str, Any], file: str) -> tuple[int, ...]:
-    """The end-of-text tokens: one id or a list of them."""
+    """Read the end-of-text tokens: one id or a list."""
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
@@ -89,6 +90,6 @@ def token_ids(raw: Mapping[str, Any], file: str) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """The value for a message, cut where it is long."""
+    """Format a value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,4 +1,4 @@
-"""Files of a model folder, opened with care: a stranger may have made it."""
+"""Open files of a model folder safely, since a stranger may have made it."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from kvant.errors import KvantError, ModelError, one_line
 
 POCKET = "pocket"  # the embedded model: its name, and its folder in the package
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-CODE_KEYS = ("auto_map", "model_file")  # of transformers, of mlx-lm
+CODE_KEYS = ("auto_map", "model_file")  # transformers' key, and mlx-lm's
 
 
 def check_file(path: Path, folder: Path | None = None) -> Path:
-    """The path, if :func:`open_file` opens it; arguments and errors as there."""
+    """Return the path if :func:`open_file` can open it; arguments and errors are the same."""
     with open_file(path, folder):
         return path
 
@@ -26,18 +26,18 @@ def check_file(path: Path, folder: Path | None = None) -> Path:
 def open_file(
     path: Path, folder: Path | None = None, error: type[ModelError] = ModelError
 ) -> Iterator[BufferedReader]:
-    """A regular file of the model folder, open; every file of a folder is checked here first.
+    """Open a regular file of the model folder after checking it.
 
-    The open file is checked and read, whatever is put under its name afterwards. A link that is put there
-    between check and opening is not followed. A pipe does not block.
+    The opened file itself is checked, so replacing the name afterwards has no effect. A link created between
+    check and opening is not followed. A pipe does not block.
 
-    A link may lead to a file of the same folder. In the Hugging Face cache it may lead to a blob:
-    models--owner--name/snapshots/<commit>/file links to models--owner--name/blobs/<digest>. That may link to
-    blobs/<..>/<digest> beside the repositories, a blob that they share.
+    A link may lead to a file in the same folder. In the Hugging Face cache it may lead to a blob:
+    models--owner--name/snapshots/<commit>/file links to models--owner--name/blobs/<digest>, which may link to
+    blobs/<..>/<digest> next to the repositories, a blob that they share.
 
     Args:
-        folder: the model folder; default: the one that holds the file.
-        error: raised if nothing is there, a link leads out of the folder, or it is no regular file.
+        folder: the model folder; default: the file's folder.
+        error: raised if the file is missing or not regular, or a link leads out of the folder.
     """
     with open_regular(real_file(path, path.parent if folder is None else folder, error), path, error) as file:
         yield file
@@ -45,14 +45,12 @@ def open_file(
 
 @contextmanager
 def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[BufferedReader]:
-    """A regular file, open. A link is not followed, and a pipe does not block. ``shown`` is its name in
-    messages.
-    """
+    """Open a regular file without following a link or blocking on a pipe; messages call it ``shown``."""
     try:
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as failed:  # a NUL
         raise error(f"{shown}: cannot be read: {one_line(failed)}") from failed
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # before open(), which would leave a folder's open
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # checked first: open() of a folder would leak it
         os.close(descriptor)
         raise error(f"{shown}: not a regular file")
     with open(descriptor, "rb") as file:
@@ -60,7 +58,7 @@ def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[B
 
 
 def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) -> Path:
-    """The regular file behind a path of the folder. Arguments and errors as in :func:`open_file`."""
+    """Resolve a path in the folder to a regular file. Arguments and errors: :func:`open_file`."""
     try:
         real = path.resolve(strict=True)
         root = folder.resolve(strict=True)
@@ -78,7 +76,7 @@ def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) ->
         roots += [repository / "blobs", repository.parent / "blobs"]
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise error(f"{path}: a link out of the model folder, to {real}; expected the file itself")
-    if not os.path.isfile(real):  # a device is not even opened
+    if not os.path.isfile(real):  # do not even open a device
         raise error(f"{path}: not a regular file")
     return real
 
@@ -86,9 +84,7 @@ def real_file(path: Path, folder: Path, error: type[ModelError] = ModelError) ->
 def read_bytes(
     path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError
 ) -> bytes:
-    """The content of a file of the folder, at most ``limit`` bytes; other arguments as in
-    :func:`open_file`.
-    """
+    """Read a file of the folder of at most ``limit`` bytes; other arguments: :func:`open_file`."""
     with open_file(path, folder, error) as file:
         return _content(file, path, limit, error)
 
@@ -97,7 +93,7 @@ def read_bytes(
 def open_user_file(path: str | Path, error: type[KvantError] = KvantError) -> Iterator[BufferedReader]:
     """Open a regular file that the user named. Links are followed, and ``~`` is the user's home.
 
-    A pipe or a device is refused with ``error``, without being opened: a pipe would block.
+    A pipe or a device raises ``error`` without being opened: a pipe would block.
     """
     shown = Path(os.path.expanduser(path))
     try:
@@ -106,14 +102,14 @@ def open_user_file(path: str | Path, error: type[KvantError] = KvantError) -> It
         raise error(
             f"{shown}: cannot be read: {getattr(failed, 'strerror', None) or one_line(failed)}"
         ) from failed
-    if not os.path.isfile(real):  # a device is not even opened
+    if not os.path.isfile(real):  # do not even open a device
         raise error(f"{shown}: not a regular file")
     with open_regular(real, shown, error) as file:
         yield file
 
 
 def read_user_file(path: str | Path, limit: int, error: type[KvantError] = KvantError) -> bytes:
-    """Return the content of a file the user named; more than ``limit`` bytes are refused."""
+    """Read a file that the user named; refuse more than ``limit`` bytes."""
     with open_user_file(path, error) as file:
         return _content(file, Path(os.path.expanduser(path)), limit, error)
 
@@ -127,17 +123,16 @@ def _content(file: BufferedReader, shown: Path, limit: int, error: type[KvantErr
             raise error(f"{shown}: cannot be read: {one_line(failed)}") from failed
         if len(data) <= limit:
             return data
-        size = len(data)  # it grew, and may go on growing
+        size = len(data)  # it has grown, and may still grow
     raise error(f"{shown}: {size} bytes; expected at most {limit}")
 
 
 def read_text(
     path: Path, limit: int, folder: Path | None = None, error: type[ModelError] = ModelError
 ) -> str:
-    """The text of a file of the folder, at most ``limit`` bytes of UTF-8; other arguments as in
-    :func:`open_file`.
+    """Read a file of the folder as UTF-8, at most ``limit`` bytes; other arguments: :func:`open_file`.
 
-    Lines end in a newline, as in Python's text files.
+    Lines end with a newline, as in Python's text files.
     """
     data = read_bytes(path, limit, folder, error)
     try:
@@ -149,12 +144,12 @@ def read_text(
 def read_json(
     path: Path, limit: int = MAX_CONFIG_BYTES, error: type[ModelError] = ModelError
 ) -> Mapping[str, Any]:
-    """The JSON object of a file of the folder."""
+    """Read a file of the folder that contains a JSON object."""
     return parse_json(read_bytes(path, limit, error=error), path, error)
 
 
 def parse_json(data: bytes, shown: object, error: type[ModelError] = ModelError) -> dict[str, Any]:
-    """A JSON object, in which no key is there twice: readers disagree about which one counts."""
+    """Parse a JSON object without duplicate keys, about which readers disagree."""
     try:
         raw = json.loads(data.decode(), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as failed:
@@ -167,14 +162,12 @@ def parse_json(data: bytes, shown: object, error: type[ModelError] = ModelError)
 
 
 def read_optional(path: Path) -> Mapping[str, Any]:
-    """:func:`read_json` of a file that need not be there; then it is empty."""
+    """Do the same as :func:`read_json`, or return an empty object if the file does not exist."""
     return read_json(path) if os.path.lexists(path) else {}
 
 
 def user_cache() -> Path:
-    """kvant's folder in the user's cache. A relative XDG_CACHE_HOME counts for nothing, by its
-    specification.
-    """
+    """Return kvant's folder in the user's cache. As specified, a relative XDG_CACHE_HOME is ignored."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "kvant"
 
@@ -182,7 +175,7 @@ def user_cache() -> Path:
 def unique_keys(
     pairs: Iterable[tuple[str, Any]], what: str = "", error: type[Exception] = ValueError
 ) -> dict[str, Any]:
-    """Pairs as a dict. A key that is there twice is an ``error``, which begins with ``what``."""
+    """Convert pairs to a dict; a duplicate key raises ``error`` with a message that begins with ``what``."""
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
@@ -192,9 +185,7 @@ def unique_keys(
 
 
 def refuse_code(raw: Mapping[str, Any], file: str) -> None:
-    """Refuse a model that says it needs code of its own. It is never executed, and without it the model is
-    another.
-    """
+    """Refuse a model that needs its own code: kvant never executes it, and without it the model differs."""
     for key in CODE_KEYS:
         if raw.get(key):
             raise ModelError(

@@ -1,10 +1,10 @@
-"""How kvant was installed, for messages that say how to install one of its extras."""
+"""Find out how kvant was installed, for messages that say how to install an extra."""
 
 
 def install_command(extra: str) -> str:
     """Return the command that adds an extra to this installation.
 
-    pip records where a package came from if that was a folder, a file or a repository (PEP 610).
+    If a package came from a folder, a file or a repository, pip records that (PEP 610).
     """
     import json
     import shlex

@@ -1,4 +1,4 @@
-"""The machine: its memory and how much of it a plan may use, what computes on it, and what is installed."""
+"""Describe the machine: its memory and the share a plan may use, its device, and installed versions."""
 
 import ctypes
 import gc
@@ -26,19 +26,19 @@ GIB = 2**30
 class Machine:
     """A machine's memory."""
 
-    device: Device  # what computes
-    memory_bytes: int  # all of the device's; in a container, that of the machine around it
-    limit_bytes: int  # what a plan may use of it
-    limit_source: str  # what sets that limit, for people
+    device: Device  # the device that computes
+    memory_bytes: int  # all memory of the device; in a container, of the host
+    limit_bytes: int  # the memory that a plan may use
+    limit_source: str  # a description of what sets the limit
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What figures were measured on and with.
+    """The machine and the software with which figures were measured.
 
     Attributes:
-        device: the name of MLX's default device, and in brackets cpu, metal or cuda; of another GPU, gpu.
-        blas: what multiplies matrices on a CPU.
+        device: the name of MLX's default device, and in brackets cpu, metal, cuda, or gpu for another GPU.
+        blas: the library that multiplies matrices on a CPU.
     """
 
     device: str
@@ -49,7 +49,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """This process's."""
+    """Describe this process's environment."""
     kind = "cpu" if default_device() == "cpu" else gpu_backend() or "gpu"
     installed = {name: version(name.replace("_", "-")) for name in ("mlx", "mlx_lm", "transformers")}
     return Environment(
@@ -62,23 +62,23 @@ def environment() -> Environment:
 
 
 def default_device() -> Device:
-    """What MLX computes on here."""
+    """Return the device on which MLX computes."""
     return "gpu" if mx.default_device().type == mx.gpu else "cpu"
 
 
 def this_machine(device: Device | None = None) -> Machine:
-    """This machine: on Metal what the system recommends for the GPU, with CUDA what is free on it, on a CPU
-    its memory.
+    """Describe this machine. The limit is what Metal recommends, what is free on CUDA, or a CPU's memory.
 
     Args:
-        device: default: what MLX computes on.
+        device: default: the device on which MLX computes.
     """
     device = device or default_device()
     if device == "gpu":
         if not mx.is_available(mx.gpu):
             raise ValueError("MLX has no GPU here")
         info = mx.device_info(mx.gpu)
-        name, limit = str(info["device_name"]), info.get("max_recommended_working_set_size")
+        name = str(info["device_name"])
+        limit = info.get("max_recommended_working_set_size")
         if limit is not None:
             return Machine("gpu", int(info["memory_size"]), int(limit), f"what Metal recommends on {name}")
         return Machine("gpu", int(info["total_memory"]), int(info["free_memory"]), f"free on {name}")
@@ -90,14 +90,14 @@ def this_machine(device: Device | None = None) -> Machine:
 
 
 def machine_with(memory_bytes: int, device: Device) -> Machine:
-    """A machine that is not here, known by its memory; a GPU is taken for that of a Mac.
+    """Describe another machine by its memory; assume that a GPU is a Mac's.
 
-    Metal recommends less than a Mac's memory for its GPU. llama.cpp prints it as
-    recommendedMaxWorkingSetSize. Its logs show two thirds of a small memory (5,726.63 MB of 8 GB: llama.cpp's
-    own CI on an M1; 11,453.25 MB of 16 GB: ggml-org/llama.cpp#4495 and, in MiB, ise-uiuc/magicoder#19;
-    21,845.34 MiB of 32 GB: ggml-org/llama.cpp#2011) and three quarters of a larger one (49,152 MiB of 64 GB:
-    ggml-org/llama.cpp#1870; 73,728 MiB of 96 GB: ggml-org/llama.cpp#3213). Newer systems may grant more; a
-    Mac says its own figure when it plans for itself.
+    Metal recommends less than a Mac's memory for its GPU. llama.cpp logs this as
+    recommendedMaxWorkingSetSize: two thirds of a small memory (5,726.63 MB of 8 GB: llama.cpp's CI on an M1;
+    11,453.25 MB of 16 GB: ggml-org/llama.cpp#4495 and, in MiB, ise-uiuc/magicoder#19; 21,845.34 MiB of 32 GB:
+    ggml-org/llama.cpp#2011) and three quarters of a larger one (49,152 MiB of 64 GB: ggml-org/llama.cpp#1870;
+    73,728 MiB of 96 GB: ggml-org/llama.cpp#3213). Newer systems may allow more; a Mac that plans for itself
+    uses its own figure.
     """
     if device == "cpu":
         return Machine(device, memory_bytes, memory_bytes, "the stated memory")
@@ -124,15 +124,14 @@ def free_memory() -> None:
 
 
 def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int | None:
-    """The smallest memory limit of the control groups this process is in, version 1 or 2; None: there is
-    none.
+    """Return the smallest memory limit of this process's control groups, version 1 or 2, or None.
 
-    Every group on the path limits what is under it. Where a container sees only a part of the tree, that is
-    looked at.
+    A group limits everything below it, so all groups on the path count. In a container only the visible
+    subtree is read.
 
     Args:
-        proc: where the kernel describes the process.
-        root: what the mount points it names are relative to.
+        proc: the kernel's description of the process.
+        root: the folder that contains the mount points.
     """
     try:
         groups = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -159,19 +158,17 @@ def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int
 
 
 def _limits(mount: Path, top: str, path: str, name: str) -> list[int]:
-    """The limits of a group and all above it, down to ``mount``, where the tree is mounted from ``top``
-    on.
-    """
+    """Return the limits of a group and its ancestors up to ``mount``, which shows the tree from ``top``."""
     inside = path.removeprefix(top.rstrip("/")).lstrip("/") if path.startswith(top) else ""
     parts = Path(inside).parts
-    if ".." in parts:  # outside of what is mounted here
+    if ".." in parts:  # outside of this mount
         parts = ()
-    found = []
+    limits = []
     for depth in range(len(parts) + 1):
         try:
             text = mount.joinpath(*parts[:depth], name).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError):  # the top of version 2 has no such file
+        except (OSError, UnicodeDecodeError):  # version 2's root group has no such file
             continue
-        if text.isdigit():  # "max": no limit; version 1 says a number larger than any memory
-            found.append(int(text))
-    return found
+        if text.isdigit():  # "max" means no limit; version 1 writes a number larger than any memory
+            limits.append(int(text))
+    return limits

@@ -14,22 +14,22 @@ OTHERS_USE = stat.S_IRWXG | stat.S_IRWXO
 
 
 def is_private(state: os.stat_result, others: int = OTHERS_WRITE) -> bool:
-    """Return whether a file or folder is this user's, and nobody else has one of the rights ``others``."""
+    """Whether this user owns a file or folder, and nobody else has one of the rights ``others``."""
     return state.st_uid == os.geteuid() and not state.st_mode & others
 
 
 def open_private(path: str | Path, folder: int | None = None) -> int | None:
-    """Open a regular file that only this user may change, for reading. A pipe does not block.
+    """Open a regular file for reading if only this user may change it. A pipe does not block.
 
     Args:
-        path: of the file.
-        folder: the descriptor of the folder that a relative path begins at; None: the current folder.
+        path: the file.
+        folder: a descriptor of the folder to which a relative path belongs; None: the current folder.
 
     Returns:
-        a descriptor; None: what is there is no such file.
+        A descriptor, or None if the file is not regular or not private.
 
     Raises:
-        OSError: it cannot be opened; a link is not followed.
+        OSError: the file cannot be opened, or is a link.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     state = os.fstat(descriptor)
@@ -40,7 +40,7 @@ def open_private(path: str | Path, folder: int | None = None) -> int | None:
 
 
 def read_record(path: Path, limit: int) -> Any:
-    """Return the JSON of a record, or None if it is missing, cut, over ``limit`` bytes or not private."""
+    """Return the JSON of a record, or None if it is missing, malformed, too long or not private."""
     try:
         descriptor = open_private(path)
         if descriptor is None:
@@ -52,7 +52,7 @@ def read_record(path: Path, limit: int) -> Any:
 
 
 def write_record(path: Path, record: object) -> None:
-    """Write JSON in place of a record. If the disk is full or read-only, what is there stays."""
+    """Replace a record with JSON. If the disk is full or read-only, the old one stays."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with atomic_file(path) as file:

@@ -1,7 +1,6 @@
-"""mlx-lm's ``sample_utils``: its names, arguments and distributions. Nothing is compiled: no C++ compiler is
-started.
+"""mlx-lm's ``sample_utils``: the same names, arguments and distributions, without compiling C++.
 
-A sampler of :func:`make_sampler` works in kvant's loops and in mlx-lm's.
+Samplers of :func:`make_sampler` work in kvant's loops and in mlx-lm's.
 """
 
 from collections.abc import Sequence
@@ -45,20 +44,18 @@ def make_sampler(
     *,
     seed: int | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC and top-k, in this order; and a
-    seed.
+    """Make a sampler with mlx-lm's arguments and distribution: top-p, min-p, XTC, top-k, in this order.
 
-    With temp 0 the others count for nothing, as in mlx-lm.
+    With temp 0 the other arguments have no effect, as in mlx-lm.
 
     Args:
-        top_p: 0 switches it off too.
-        top_k: 0 and -1 switch it off.
-        xtc_special_tokens: token ids that XTC never leaves out, such as the end of text.
-        seed: of random numbers that are this sampler's own. In kvant's loops the draw at a position depends
-            on seed and position alone. In mlx-lm's, which tell no position, it depends on the seed and on how
-            often the sampler was called: one sampler a run. None: each run goes by MLX's random state, so
-            that ``mx.random.seed`` makes it repeatable, as in mlx-lm. That state is a thread's own and begins
-            alike in all of them.
+        top_p: 0 disables it too.
+        top_k: 0 and -1 disable it.
+        xtc_special_tokens: token ids that XTC never removes, such as the end of text.
+        seed: of the sampler's own random numbers. In kvant's loops a draw depends only on seed and position.
+            mlx-lm's loops pass no position; there it depends on the seed and the number of calls, so make one
+            sampler per run. None: use MLX's random state, so that ``mx.random.seed`` makes a run repeatable,
+            as in mlx-lm. Each thread has its own state, and all start alike.
 
     Raises:
         ArgumentError: a value outside its range.
@@ -88,15 +85,13 @@ def make_sampler(
 
 
 def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Log-probabilities (..., vocab) with -inf but for the likeliest tokens that together have ``top_p``."""
+    """Keep the likeliest tokens that together have ``top_p``; set other log-probabilities to -inf."""
     check_ranges(top_p=top_p)
     return filters.keep_top_p(logprobs, top_p)
 
 
 def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
-    """Log-probabilities (..., vocab) with -inf for tokens less likely than ``min_p`` times the likeliest
-    one.
-    """
+    """Set log-probabilities (..., vocab) below ``min_p`` times the likeliest token's probability to -inf."""
     _check("min_p", min_p, 0 < min_p <= 1, "above 0, at most 1")
     check_ranges(min_tokens_to_keep=min_tokens_to_keep)
     filters.check_at_most("min_tokens_to_keep", min_tokens_to_keep, logprobs.shape[-1])
@@ -104,7 +99,7 @@ def apply_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -
 
 
 def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    """Log-probabilities (..., vocab) with -inf but for the ``top_k`` likeliest tokens."""
+    """Keep the ``top_k`` likeliest tokens of log-probabilities (..., vocab); set others to -inf."""
     most = logprobs.shape[-1] - 1
     _check("top_k", top_k, type(top_k) is int and 0 < top_k <= most, f"1 to {most} with this vocabulary")
     return filters.keep_top_k(logprobs, top_k)
@@ -113,10 +108,9 @@ def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
 def apply_xtc(
     logits: mx.array, xtc_probability: float, xtc_threshold: float, xtc_special_tokens: Sequence[int]
 ) -> mx.array:
-    """Logits (..., vocab), with ``xtc_probability`` without the tokens above the threshold but the least
-    likely one.
+    """With ``xtc_probability``, drop all tokens above the threshold except the least likely of them.
 
-    The coin is of MLX's random state.
+    The decision uses MLX's random state.
     """
     check_ranges(xtc_probability=xtc_probability, xtc_threshold=xtc_threshold)
     filters.check_special(xtc_special_tokens, logits.shape[-1])
@@ -125,7 +119,7 @@ def apply_xtc(
 
 
 def categorical_sampling(logits: mx.array, temp: float) -> mx.array:
-    """Tokens (...,) drawn from logits (..., vocab) divided by the temperature, by MLX's random state."""
+    """Draw tokens (...,) from logits (..., vocab) divided by the temperature, with MLX's random state."""
     return mx.random.categorical(logits * (1 / temp))
 
 

@@ -1,15 +1,15 @@
-"""Sizes in bytes: of this machine's memory, and for people."""
+"""Sizes in bytes: this machine's memory, and formatting."""
 
 import os
 
 
 def physical_memory() -> int:
-    """Bytes of memory this machine has."""
+    """Return the bytes of memory in this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def format_bytes(count: int) -> str:
-    """Decimal units, as Activity Monitor counts."""
+    """Format bytes in decimal units, like Activity Monitor."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

@@ -1,7 +1,7 @@
-"""The header of a safetensors file. It is read with care: a stranger may have made it.
+"""Read the header of a safetensors file safely, since a stranger may have made it.
 
-The safetensors library is not used. It imports NumPy, and that takes longer than reading a small model's
-weights. It does not notice a name that is there twice.
+The safetensors library is not used: it imports NumPy, which takes longer than reading a small model's
+weights, and it does not notice duplicate names.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import BinaryIO
 from kvant.errors import KvantError
 from kvant.files import unique_keys
 
-MAX_HEADER_BYTES = 16 * 1024 * 1024  # a header of 100,000 tensors
+MAX_HEADER_BYTES = 16 * 1024 * 1024  # room for 100,000 tensors
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -28,7 +28,7 @@ BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a file. Its bytes are those from first to last - 1 behind the header."""
+    """A tensor of a file. Its bytes are first to last - 1, counted from the end of the header."""
 
     dtype: str  # as safetensors writes it, such as BF16
     shape: tuple[int, ...]
@@ -41,18 +41,18 @@ class TensorHeader:
     """A file's header."""
 
     metadata: Mapping[str, str]
-    tensors: Mapping[str, Tensor]  # they fill the file without a gap
-    data: bytes  # the header as it is in the file, the eight bytes of its length first
+    tensors: Mapping[str, Tensor]  # without gaps
+    data: bytes  # the header as stored, beginning with the eight bytes of its length
 
 
 def read_header(path: Path, stream: BinaryIO, size: int, error: type[KvantError]) -> TensorHeader:
-    """The header of a file of ``size`` bytes, by the format's specification.
+    """Read the header of a file of ``size`` bytes by the format's specification.
 
     Args:
         path: for messages.
         stream: at the file's first byte.
-        size: bytes of the file.
-        error: raised for a header that is too long. A file that is none, or cut short, is a ValueError.
+        size: of the file in bytes.
+        error: raised if the header is too long. Any other malformed or truncated file raises a ValueError.
     """
     prefix = stream.read(8)
     length = int.from_bytes(prefix, "little")
@@ -67,7 +67,7 @@ def read_header(path: Path, stream: BinaryIO, size: int, error: type[KvantError]
     metadata = header.pop("__metadata__", None)
     known = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not known:
-        raise ValueError("__metadata__ is no object of strings")
+        raise ValueError("__metadata__ is not an object of strings")
     tensors = {name: _tensor(name, entry) for name, entry in header.items()}
     end = 0
     for first, last in sorted((tensor.first, tensor.last) for tensor in tensors.values()):
@@ -80,9 +80,9 @@ def read_header(path: Path, stream: BinaryIO, size: int, error: type[KvantError]
 
 
 def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file that has the bytes of these tensors behind it, in this order.
+    """Make the header of a file that contains these tensors in order.
 
-    ``tensors``: the dtype, as safetensors writes it, and the shape of each.
+    ``tensors``: dtype, as safetensors writes it, and shape by name.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -98,7 +98,9 @@ def make_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapp
 def _tensor(name: str, entry: object) -> Tensor:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name[:200]} has not just dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(
             f"tensor {name[:200]} has dtype {str(dtype)[:40]!r}; expected one of {', '.join(BITS)}"
@@ -106,7 +108,7 @@ def _tensor(name: str, entry: object) -> Tensor:
     for numbers in (shape, offsets):
         counts = isinstance(numbers, list) and len(numbers) <= 16  # a longer product would take hours
         if not counts or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-            raise ValueError(f"tensor {name[:200]} has a shape or offsets that are no lists of counts")
+            raise ValueError(f"tensor {name[:200]} has a shape or offsets that are not lists of counts")
     if len(offsets) != 2 or math.prod(shape) * BITS[dtype] != (offsets[1] - offsets[0]) * 8:
         raise ValueError(f"tensor {name[:200]} has other bytes than its dtype and shape take")
     return Tensor(dtype, tuple(shape), offsets[0], offsets[1])

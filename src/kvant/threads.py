@@ -1,19 +1,18 @@
-"""The right to compute: one thread at a time through a cache, and no process forked after MLX had work."""
+"""Let one thread at a time compute with a cache, and refuse processes forked after MLX started."""
 
 import os
 import threading
 
 import mlx.core as mx
 
-_started = False  # whether this process has given MLX work
+_started = False  # whether this process has used MLX
 _forked = False
 
 
 class ComputeLock:
-    """A cache's lock, held by the thread that computes through it. Another thread is refused and does not
-    wait.
+    """A cache's lock for the thread that computes with it. Another thread is refused instead of waiting.
 
-    MLX's arrays are not made for two threads: it ends the process. One thread after the other is fine.
+    MLX's arrays do not support concurrent use, which crashes the process. Threads may take turns.
     """
 
     __slots__ = ("_lock",)
@@ -32,17 +31,17 @@ class ComputeLock:
         self._lock.release()
 
     def __reduce__(self) -> tuple[type["ComputeLock"], tuple[()]]:
-        return ComputeLock, ()  # a copy of a cache has a lock of its own
+        return ComputeLock, ()  # a copy of a cache has its own lock
 
 
 class _Cleared:
-    """Clears what MLX keeps for a thread, at the end of the thread."""
+    """Clears MLX's per-thread data when the thread ends."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
 
     def __del__(self) -> None:
-        if threading.get_ident() == self._thread:  # else the interpreter ends, and the thread has not
+        if threading.get_ident() == self._thread:  # otherwise the interpreter is ending
             mx.clear_streams()
 
 
@@ -50,15 +49,13 @@ _of_thread = threading.local()
 
 
 def clear_at_end() -> None:
-    """Have this thread clear what MLX keeps for it (streams, compiled functions, random state) before it
-    ends.
+    """Clear MLX's data of this thread (streams, compiled functions, random state) when the thread ends.
 
-    Called by a thread that computes. The main thread, and one that threading did not start, keep theirs.
+    Threads that compute call this. The main thread, and threads not started by threading, keep their data.
     """
-    # MLX's random state of a thread is a Python list, which C++ frees behind the thread's last Python code,
-    # so behind a join too (Python 3.11, 3.12). It waits for the interpreter's lock there, and where the
-    # interpreter is ending by then, Python ends the thread inside the destructor: std::terminate. Here the
-    # lock is held.
+    # MLX's random state of a thread is a Python list, which C++ frees after the thread's last Python code,
+    # even after a join (Python 3.11, 3.12). It then waits for the interpreter's lock; if the interpreter is
+    # ending, Python ends the thread inside the destructor: std::terminate. Here we hold the lock.
     if hasattr(_of_thread, "cleared"):
         return
     thread = threading.current_thread()
@@ -67,9 +64,9 @@ def clear_at_end() -> None:
 
 
 def check_process() -> None:
-    """Called before MLX is given work; refuse a process that was forked from one in which MLX has had some.
+    """Refuse to use MLX in a process forked from one that had used it. Call this before using MLX.
 
-    MLX computes in threads of its own. A fork has none of them and would wait for ever.
+    MLX computes in threads. A forked process has none of them and would wait forever.
     """
     global _started
     if _forked:

@@ -1,7 +1,7 @@
-"""kvant's models in the command ``llm`` and its Python library: the extra ``llm``.
+"""Plugin that offers kvant's models to the command ``llm`` and its Python library: the extra ``llm``.
 
-Outside of kvant's package, whose first lines load MLX: every ``llm`` imports this, whatever model it is asked
-for.
+It is outside of the package kvant, whose import loads MLX: every ``llm`` imports this plugin, whatever model
+it uses.
 """
 
 import logging
@@ -19,18 +19,18 @@ log = logging.getLogger("kvant")
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Register the embedded model and those that were pulled. None is loaded."""
+    """Register the embedded and the pulled models without loading any."""
     for name in ["pocket", *_pulled()]:
         register(KvantModel(name))
 
 
 def _pulled() -> list[str]:
-    """Names of the models that were pulled. MLX, which a list does not need, is not loaded for it."""
+    """List pulled models without importing MLX."""
     if "kvant" in sys.modules:
         return _names()
     package = find_spec("kvant")
     assert package is not None
-    sys.modules["kvant"] = bare = ModuleType("kvant")  # the package without its first lines
+    sys.modules["kvant"] = bare = ModuleType("kvant")  # the package without running its __init__
     bare.__path__ = list(package.submodule_search_locations or ())
     try:
         return _names()
@@ -45,6 +45,6 @@ def _names() -> list[str]:
 
     try:
         return [model.references[0] for model in pulled()]
-    except WeightsError as error:  # llm's other models are none the worse
+    except WeightsError as error:  # llm's other models still work
         log.warning("kvant: %s", error)
         return []

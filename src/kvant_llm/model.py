@@ -1,4 +1,4 @@
-"""A model of kvant as ``llm`` asks it."""
+"""A model of kvant for ``llm``."""
 
 import logging
 import sys
@@ -20,14 +20,14 @@ PREFIX = "kvant/"
 MAX_TOKENS = 2048
 
 log = logging.getLogger("kvant")
-# At most one each. llm makes a KvantModel for every call; the cache of the conversation holds what was said
-# last.
+# At most one entry each. llm makes a KvantModel for every call; the conversation's cache has the last
+# exchange.
 _loaded: "dict[str, tuple[LanguageModel, Tokenizer]]" = {}
 _idle: "dict[tuple[Any, ...], Conversation]" = {}
 
 
 class KvantOptions(llm.Model.Options):
-    """What ``llm -o`` takes. Values are checked by kvant, when the model is used."""
+    """Options for ``llm -o``. kvant checks the values when the model is used."""
 
     temperature: float | None = Field(
         None, description="Sampling temperature; 0: always the likeliest token."
@@ -57,13 +57,13 @@ class KvantOptions(llm.Model.Options):
 
 
 class KvantModel(llm.Model):
-    """A model that kvant loads when it is first asked something."""
+    """A model that kvant loads on the first question."""
 
     can_stream = True
-    Options = KvantOptions  # type: ignore[assignment]  # as every plugin of llm does
+    Options = KvantOptions  # type: ignore[assignment]  # as in every llm plugin
 
     def __init__(self, name: str) -> None:
-        """``name``: as ``kvant.load`` takes it."""
+        """``name``: an argument of ``kvant.load``."""
         self.name = name
         self.model_id = PREFIX + name
 
@@ -73,9 +73,7 @@ class KvantModel(llm.Model):
     def execute(
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: llm.Conversation | None
     ) -> "Iterator[str | StreamEvent]":
-        """Answer the last message of a conversation. The cache keeps its tokens: the next turn feeds what
-        is new.
-        """
+        """Answer the last message of a conversation. The cache is reused, so only new tokens are fed."""
         from kvant.errors import ArgumentError, KvantError
 
         try:
@@ -103,7 +101,7 @@ def _answer(
     model, _ = _load(name)
     sampler, processors = sampling.build(model.config.vocab_size)
     reserved = name, options.max_kv_size, options.kv_bits, options.kv_group_size
-    talk = _idle.pop(reserved, None) or _begin(*reserved)  # nobody else's while it is used
+    talk = _idle.pop(reserved, None) or _begin(*reserved)  # so that nobody else uses it meanwhile
     try:
         talk.messages = [*history]
         answer = talk.send(
@@ -139,7 +137,7 @@ def _answer(
         elif last.finish_reason == "context":
             notes.append(f"the answer was cut; the context of {talk.limit} tokens is full")
         if notes and stream and not shown.endswith("\n") and not log.hasHandlers():
-            print(file=sys.stderr)  # in a terminal the notes would follow the answer's last word
+            print(file=sys.stderr)  # in a terminal, notes would follow the answer's last word
         for note in notes:
             log.warning("kvant: %s", note)
     finally:
@@ -148,7 +146,7 @@ def _answer(
 
 
 def _load(name: str) -> "tuple[LanguageModel, Tokenizer]":
-    """The model and its tokenizer. The one before is given back first."""
+    """Load a model and its tokenizer, after freeing the previous ones."""
     from kvant.engine.load import load
 
     if name not in _loaded:
@@ -159,50 +157,50 @@ def _load(name: str) -> "tuple[LanguageModel, Tokenizer]":
 
 
 def _sampling(options: KvantOptions, name: str) -> "Sampling":
-    """What was given, over what the model's authors set."""
+    """Return the user's options, completed by the model authors' settings."""
     from kvant.engine.load import find_model
     from kvant.engine.sampling import NEUTRAL, SamplingOptions, read_model_sampling
 
     names = ("top_p", "top_k", "min_p", "repetition_penalty", "seed")
-    given = SamplingOptions(temp=options.temperature, **{name: getattr(options, name) for name in names})
-    named = [option for option in NEUTRAL if getattr(given, option) is not None]
-    return given.filled(read_model_sampling(find_model(name), named))
+    settings = SamplingOptions(temp=options.temperature, **{name: getattr(options, name) for name in names})
+    named = [option for option in NEUTRAL if getattr(settings, option) is not None]
+    return settings.filled(read_model_sampling(find_model(name), named))
 
 
 def _begin(
     name: str, max_kv_size: int | None, kv_bits: int | None, kv_group_size: int | None
 ) -> "Conversation":
-    """A conversation with a cache of its own."""
+    """Start a conversation with a new cache."""
     from kvant.engine.conversation import Conversation
     from kvant.engine.prompt_cache import make_prompt_cache
 
-    _idle.clear()  # its memory is given back before more is reserved
+    _idle.clear()  # free its memory before reserving more
     model, tokenizer = _load(name)
     cache = make_prompt_cache(model, max_kv_size, kv_bits=kv_bits, kv_group_size=kv_group_size)
     return Conversation(model, tokenizer, cache, overflow="forget")
 
 
 def _messages(prompt: llm.Prompt) -> list[dict[str, str]]:
-    """llm's messages as chat templates take them."""
+    """Convert llm's messages for chat templates."""
     from llm.parts import ReasoningPart, TextPart
 
-    found: list[dict[str, str]] = []
+    messages: list[dict[str, str]] = []
     for message in prompt.messages:
         answer = ""
         thought = ""
-        for part in message.parts:
-            if isinstance(part, TextPart):
-                answer += part.text
-            elif isinstance(part, ReasoningPart):
-                thought += part.text
+        for piece in message.parts:
+            if isinstance(piece, TextPart):
+                answer += piece.text
+            elif isinstance(piece, ReasoningPart):
+                thought += piece.text
             else:
-                raise llm.ModelError(f"the conversation has a {type(part).__name__}; kvant takes text")
-        found.append(
+                raise llm.ModelError(f"the conversation has a {type(piece).__name__}; kvant takes text")
+        messages.append(
             {"role": message.role, "content": answer} | ({"reasoning_content": thought} if thought else {})
         )
-    if prompt.system:  # llm leaves out the one of a later turn
-        others = found[1:] if found and found[0]["role"] == "system" else found
-        found = [{"role": "system", "content": prompt.system}, *others]
-    if not found:
+    if prompt.system:  # llm leaves out the system message of a later exchange
+        others = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        messages = [{"role": "system", "content": prompt.system}, *others]
+    if not messages:
         raise llm.ModelError("the prompt is empty")
-    return found
+    return messages

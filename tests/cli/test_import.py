@@ -125,7 +125,7 @@ def test_a_model_that_is_a_file_yet(gguf: Path) -> None:
 )
 def test_a_model_of_ollama_is_imported_first(gguf: Path, command: tuple[str, ...]) -> None:
     line = refusal(1, *command, "--model", "ollama:somebody/tiny:1b")
-    assert "is a model of Ollama's; `kvant import ollama:somebody/tiny:1b` makes a model folder of it" in line
+    assert "is a model of Ollama; `kvant import ollama:somebody/tiny:1b` makes a model folder of it" in line
 
 
 def test_a_check(gguf: Path, tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ FAILURES = [
     ),
     *((f"{command} none x", "model 'none' is not a folder") for command in ("convert", "convert --model")),
     ("bench none", "model 'none' is not a folder"),
-    ("plan 'a b' --remote", "'a b' is no known model"),
+    ("plan 'a b' --remote", "'a b' is not a known model"),
     *(
         (f"{each} --adapter-path no/such", "adapter 'no/such' is not a folder")
         for each in ("plan", "serve", "report")

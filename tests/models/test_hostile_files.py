@@ -31,7 +31,7 @@ HEADERS: list[tuple[bytes, str]] = [
     (file_bytes({"a": TWO}, 8)[:40], "not a whole safetensors file"),
     (file_bytes({"a": TWO, "b": tensor(2, start=4)}, 12), "overlap, at byte 4"),
     (file_bytes({"a": TWO}, 4), "have 8 bytes; 4 are there"),
-    (file_bytes({"a": tensor(2, start=-8)}, 8), "no lists of counts"),
+    (file_bytes({"a": tensor(2, start=-8)}, 8), "not lists of counts"),
     # and that overflows to nothing
     (file_bytes({"a": tensor(0) | {"shape": [2**32] * 2}}, 0), "other bytes than"),
     (file_bytes({"a": TWO}, 8, claim=10**10), "10000000000 bytes in a file of"),

@@ -14,7 +14,7 @@ from support.tokenizers_made import make_tokenizer
 
 from kvant.text.answer_parts import AnswerParts
 from kvant.text.call_form import ToolFormat, to_json
-from kvant.text.stream import CallPart, AnswerPart, TextPart, TextStream
+from kvant.text.stream import AnswerPart, CallPart, TextPart, TextStream
 from kvant.text.thinking import HARMONY, HARMONY_TOKENS, Marks, marks_of
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import (

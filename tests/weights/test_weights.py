@@ -188,7 +188,7 @@ def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         kvant.load("pocket", revision="main")
     with pytest.raises(WeightsError, match=r"^a/c@later is not here"):
         kvant.load("a/c", revision="later")
-    with pytest.raises(ValueError, match="has a revision of its own, but revision is 'x'"):
+    with pytest.raises(ValueError, match="contains a revision, but revision is 'x'"):
         weights.parse_reference("a/b@y", "x")
 
 
@@ -217,7 +217,7 @@ def test_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             read_lock("a/b")
     path.unlink()
     path.mkdir()
-    with pytest.raises(WeightsError, match=r"a--b\.json: the record of what was pulled cannot be read"):
+    with pytest.raises(WeightsError, match=r"a--b\.json: the record of pulled files cannot be read"):
         find_model("a/b")
     path.rmdir()
     path.write_text(good.replace("a/b", "a/B"))
@@ -350,7 +350,7 @@ def test_a_model_goes_with_its_record(machine: Machine, hub: Hub, files: dict[st
     assert f"`kvant pull {REPOSITORY}` fetches it" in (machine.resolves() or "")
     rows = json.loads(machine.run("models", "--json").stdout)
     assert REPOSITORY not in [row["name"] for row in rows]
-    assert "was not pulled by kvant; nothing to remove" in machine.refuses("rm", REPOSITORY, "--yes")
+    assert "was not pulled by kvant; there is nothing to remove" in machine.refuses("rm", REPOSITORY, "--yes")
     assert machine.pull(REPOSITORY) == folder
     assert machine.resolves() is None
 
@@ -378,7 +378,7 @@ def test_a_link_out_of_the_cache_is_not_followed_to_remove(
     precious.write_bytes(b"the user's own")
     (first / "README.md").symlink_to(os.path.relpath(precious, first))
     line = machine.refuses("rm", f"{REPOSITORY}@{first.name}", "--yes")
-    assert f"{precious}: outside of the cache" in line
+    assert f"{precious}: outside the cache" in line
     assert precious.read_bytes() == b"the user's own"
     assert machine.resolves(f"{REPOSITORY}@{first.name}") is None
     (first / "README.md").unlink()

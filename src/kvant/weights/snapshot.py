@@ -1,4 +1,4 @@
-"""huggingface_hub's settings and cache, a commit's folder in it, and the files there."""
+"""huggingface_hub's settings and cache, and a commit's folder and files in it."""
 
 import hashlib
 import os
@@ -15,17 +15,17 @@ from kvant.errors import WeightsError
 
 SUFFIXES = (".safetensors", ".json", ".jinja", ".tiktoken")
 NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
-SECOND_COPY = "consolidated"  # Mistral's own format, all the weights again
-TEMPLATES = "additional_chat_templates"  # the one subfolder that a tokenizer's loader reads; it is not pulled
+SECOND_COPY = "consolidated"  # Mistral's own format, which repeats all weights
+TEMPLATES = "additional_chat_templates"  # the only subfolder that tokenizers are loaded from; not pulled
 CHUNK_BYTES = 1 << 20
-# huggingface_hub fails on its import where one is odd
+# huggingface_hub cannot be imported if one of these is malformed
 SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
 MAX_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A file as it was when its digest was computed; while size and time stay, it counts as unchanged."""
+    """A file's state when it was hashed. It counts as unchanged while size and time are the same."""
 
     bytes: int
     mtime_ns: int
@@ -33,28 +33,28 @@ class Verified:
 
 
 def cache_folder() -> Path:
-    """The folder of huggingface_hub's downloads: HF_HUB_CACHE, else under HF_HOME, else its default."""
+    """Return huggingface_hub's cache: HF_HUB_CACHE, else a folder in HF_HOME, else the default."""
     return Path(constants().HF_HUB_CACHE).expanduser().resolve()
 
 
 def repository_folder(repository: str) -> Path:
-    """A repository's place in that cache."""
+    """Return a repository's folder in that cache."""
     return cache_folder() / f"models--{repository.replace('/', '--')}"
 
 
 def constants() -> ModuleType:
-    """huggingface_hub's own module of settings. The import takes a tenth of a second, so it comes late."""
+    """Import huggingface_hub's settings late, because that takes a tenth of a second."""
     for name in SECONDS:
         text = os.environ.get(name)
         if text is not None and not _is_seconds(text):
             raise WeightsError(
                 f"{name} is {text[:80]!r}; expected a whole number of seconds, at most {MAX_SECONDS}"
             )
-    # it would ask what else runs here, and tell the hub
+    # without this, huggingface_hub would look for what else runs here and tell the hub
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import constants as found
+    from huggingface_hub import constants as module
 
-    return found
+    return module
 
 
 def _is_seconds(text: str) -> bool:
@@ -65,10 +65,9 @@ def _is_seconds(text: str) -> bool:
 
 
 def is_pulled(name: str) -> bool:
-    """Whether a repository's file is pulled: weights as safetensors, JSON, tokenizers and templates, all at
-    its top.
+    """Whether kvant pulls a file: safetensors, JSON, tokenizers and templates at the repository's top.
 
-    Never a pickle or Python: nothing of a model folder is executed.
+    Never a pickle or Python: nothing in a model folder is executed.
     """
     if "/" in name or name.startswith(SECOND_COPY):
         return False
@@ -76,12 +75,12 @@ def is_pulled(name: str) -> bool:
 
 
 def snapshot_folder(repository: str, commit: str) -> Path:
-    """Where huggingface_hub keeps a commit's files."""
+    """Return the folder in which huggingface_hub stores a commit's files."""
     return repository_folder(repository) / "snapshots" / commit
 
 
 def real_file(folder: Path, name: str) -> Path:
-    """The regular file behind a name, by the rules of :func:`kvant.files.open_file`."""
+    """Resolve a name to a regular file by the rules of :func:`kvant.files.open_file`."""
     path = folder / name
     if not path.exists():
         raise WeightsError(f"{path}: no such file; pull it again")
@@ -89,27 +88,27 @@ def real_file(folder: Path, name: str) -> Path:
 
 
 def measure(folder: Path, name: str) -> Verified:
-    """Read a file whole: its bytes, its time and its digest. One that is written to meanwhile is refused."""
+    """Read a whole file and return its size, time and digest; refuse one that changes meanwhile."""
     with _unchanging(folder, name) as (file, state):
         digest = hash_file(folder / name, file)
     return Verified(state.st_size, state.st_mtime_ns, digest)
 
 
 def git_blob_id(folder: Path, name: str) -> str:
-    """The id git gives a file's content. Git hashes a header before it.
+    """Return git's id of a file's content, which git hashes with a header.
 
     Source: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects.
     """
     with _unchanging(folder, name) as (file, state):
-        found = hashlib.sha1(b"blob %d\0" % state.st_size, usedforsecurity=False)
+        digest = hashlib.sha1(b"blob %d\0" % state.st_size, usedforsecurity=False)
         while piece := file.read(CHUNK_BYTES):
-            found.update(piece)
-    return found.hexdigest()
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 @contextmanager
 def _unchanging(folder: Path, name: str) -> Iterator[tuple[BufferedReader, os.stat_result]]:
-    """A file and its state. After reading it must still be the same file, with the same size and time."""
+    """Open a file; afterwards it must still be the same file with the same size and time."""
     path = folder / name
     try:
         real_file(folder, name)
@@ -129,17 +128,17 @@ def _identity(state: os.stat_result) -> tuple[int, ...]:
 
 
 def is_unchanged(folder: Path, name: str, recorded: Verified) -> bool:
-    """Whether a file has the size and the time it had when its digest was computed."""
+    """Whether a file's size and time are those recorded with its digest."""
     state = real_file(folder, name).stat()
     return (state.st_size, state.st_mtime_ns) == (recorded.bytes, recorded.mtime_ns)
 
 
 def refuse_others(folder: Path, names: Iterable[str]) -> None:
-    """Refuse a file that would be read from the folder and is none of ``names``."""
+    """Refuse files in the folder that a loader would read but that are not among ``names``."""
     for name in sorted({path.name for path in folder.iterdir()} - set(names)):
-        if name.startswith("._"):  # what macOS puts beside a file on a disk that cannot hold its attributes
+        if name.startswith("._"):  # macOS creates these on disks that cannot store its attributes
             continue
-        if is_pulled(name.lower()) or name.lower() == TEMPLATES:  # on some disks capital letters do not count
+        if is_pulled(name.lower()) or name.lower() == TEMPLATES:  # some disks ignore case
             raise WeightsError(
                 f"{folder / name}: not among the files that were pulled and verified; remove it"
             )

@@ -109,7 +109,9 @@ def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
         for spec in plan.engines:
             progress(f"{spec.label}: loading")
             # mlx-lm runs as its users have it, unless it is to use kvant's BLAS.
-            environment = {blas.VARIABLE: blas.OWN} if spec.name == "mlx-lm" and not spec.openblas else {}
+            environment = (
+                {blas.VARIABLE: blas.MLX_BLAS} if spec.name == "mlx-lm" and not spec.openblas else {}
+            )
             worker = workers[spec] = stack.enter_context(Worker(spec.label, environment))
             sizes = {"model": str(plan.model), "prefill_step_size": plan.prefill_step_size}
             known = worker.ask(command="load", engine=asdict(spec), **sizes)

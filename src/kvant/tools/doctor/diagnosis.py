@@ -82,7 +82,7 @@ class Diagnosis:
         if (
             sys.platform == "linux"
             and self.machine.device == "cpu"
-            and self.environment.blas.startswith(blas.OWN)
+            and self.environment.blas.startswith(blas.MLX_BLAS)
         ):
             how = (
                 f"unset {blas.VARIABLE}"

@@ -247,7 +247,7 @@ def _mlx_lm() -> str:
     """Name mlx-lm's engine: as it is on a GPU; on a CPU with kvant's dtype and BLAS."""
     if default_device() == "gpu":
         return "mlx-lm"
-    return "mlx-lm:float32" if blas.loaded().startswith(blas.OWN) else f"mlx-lm:float32:{OPENBLAS}"
+    return "mlx-lm:float32" if blas.loaded().startswith(blas.MLX_BLAS) else f"mlx-lm:float32:{OPENBLAS}"
 
 
 def _command(record: Record) -> None:
