@@ -142,7 +142,7 @@ def test_a_blas_that_is_not_there_is_not_lent(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("KVANT_BLAS", "mlx")
     done = subprocess.run([*COMMAND, "--engine", "mlx-lm:float32:openblas"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "kvant has none to lend here" in done.stderr
+    assert "kvant does not have it here" in done.stderr
 
 
 def test_the_default_prompts_are_those_the_model_has_room_for() -> None:

@@ -248,6 +248,6 @@ def test_a_killed_imports_leftovers_are_removed(tmp_path: Path, gguf: Path) -> N
     done = call("import", str(gguf))
     assert (
         done.stderr.splitlines()[0]
-        == f"{tmp_path}/models/{left}: removed; an import that was killed had left it"
+        == f"{tmp_path}/models/{left}: removed; an interrupted import had left it"
     )
     assert os.listdir(tmp_path / "models") == ["tiny-model.q4_0"]

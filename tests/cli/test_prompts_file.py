@@ -172,7 +172,7 @@ def test_answers_are_those_of_each_prompt_alone(path: str, alone: list[str]) -> 
     assert re.search(
         r"^cache: 384 tokens reserved for 2 sequences at once, float32, [\d.]+ MB$", done.stderr, re.M
     )
-    assert "seed 5 (given), where a line says nothing else" in done.stderr
+    assert "seed 5 (given), unless a line says otherwise" in done.stderr
     fed, generated = (
         sum(record[key] for record in records) for key in ("prompt_tokens", "generation_tokens")
     )

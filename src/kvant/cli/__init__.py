@@ -1,4 +1,4 @@
-"""The command ``kvant``: parse, print, exit codes."""
+"""The command ``kvant``: parsing, printing, exit codes."""
 
 from kvant.cli.app import main
 

@@ -1,6 +1,4 @@
-"""What ``kvant generate`` prints of answers: text or JSON to standard output, statistics to standard
-error.
-"""
+"""Print answers of ``kvant generate``: text or JSON to standard output, statistics to standard error."""
 
 import json
 import math
@@ -25,13 +23,13 @@ from kvant.sizes import format_bytes
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer, and its text that is not printed yet."""
+    """An answer with the text that is not printed yet."""
 
     number: int
     question: Question
     heading: str
     text: str = ""
-    begun: bool = False  # whether anything of it is printed
+    begun: bool = False  # whether some of it is printed
     statistics: RunStatistics = field(default_factory=RunStatistics)
 
     @property
@@ -40,9 +38,7 @@ class _Answer:
 
 
 class AnswerOutput:
-    """Answers in their order, in text one after another. In JSON each token as it comes, or each answer of
-    a file.
-    """
+    """Print answers in order, as text one after another; as JSON each token, or each answer of a file."""
 
     def __init__(
         self,
@@ -55,15 +51,18 @@ class AnswerOutput:
         json_lines: bool,
         of_a_file: bool,
     ) -> None:
-        """``n`` answers to each question, each of which begins with the text ``begun``."""
-        self._session, self._run, self._json_lines, self._of_a_file = session, run, json_lines, of_a_file
+        """Expect ``n`` answers to each question, each beginning with the text ``begun``."""
+        self._session = session
+        self._run = run
+        self._json_lines = json_lines
+        self._of_a_file = of_a_file
         self._answers = []
         for number, question in enumerate(question for question in questions for _ in range(n)):
             heading = (
                 printable(str(question.line.id)) if of_a_file else f"{number + 1} of {n}" if n > 1 else ""
             )
             self._answers.append(_Answer(number, question, heading, begun))
-        self._current = 0  # whose turn it is to be printed
+        self._current = 0  # the answer to print next
         self._printed = False
         self._drafts: DraftCounts | None = None  # of all answers
         self._started = time.perf_counter()
@@ -82,9 +81,7 @@ class AnswerOutput:
             self._current += 1
 
     def end(self) -> None:
-        """After the last token. Of a file, what has ended and waits for an answer that has not is printed,
-        too.
-        """
+        """Finish after the last token. For a file, also print answers that wait for an unfinished one."""
         waiting = self._answers[self._current :]
         if self._of_a_file:
             for answer in waiting:
@@ -95,7 +92,7 @@ class AnswerOutput:
             terminal.say("\n".join(self._totals()), self._run.quiet)
 
     def _show(self, answer: _Answer) -> bool:
-        """Print what there is of the answer whose turn it is. Returns whether it has ended."""
+        """Print the available text of an answer. Return whether it has ended."""
         if answer.statistics.last is None or (self._of_a_file and not answer.ended):
             return False
         if not self._json_lines:
@@ -105,7 +102,8 @@ class AnswerOutput:
                 if answer.heading:
                     terminal.say(f"--- {answer.heading} ---", self._run.quiet)
             answer.begun = self._printed = True
-            text, answer.text = answer.text, ""
+            text = answer.text
+            answer.text = ""
             terminal.write_generated(text, raw=self._run.raw)
         if answer.ended:
             self._finish(answer)
@@ -120,13 +118,13 @@ class AnswerOutput:
             print(flush=True)
         if not self._of_a_file:
             lines = statistics.lines(self._session, is_single=len(self._answers) == 1)
-            # The prompt, and loading, are the first one's alone.
+            # Only the first answer shows statistics of the prompt and of loading.
             terminal.say("\n".join(lines[1:2] if answer.number else lines), self._run.quiet)
         if not self._json_lines and (cut := statistics.cut(answer.question.max_tokens, self._session)):
-            terminal.say(cut)  # with --quiet too: half an answer looks like a whole one
+            terminal.say(cut)  # even with --quiet, since a truncated answer looks complete
 
     def _totals(self) -> list[str]:
-        """Statistics of all answers, a line each."""
+        """Return statistics of all answers, one per line."""
         begun = [answer.statistics for answer in self._answers if answer.statistics.last is not None]
         tokens = sum(len(each.latencies_ms) for each in begun)
         counts = []
@@ -135,10 +133,8 @@ class AnswerOutput:
         if not self._of_a_file:
             seconds = max((sum(each.latencies_ms) for each in begun), default=0) / 1e3
             return [f"together: {tokens} tokens, {tokens / (seconds or 1):.1f} tokens/s", *counts]
-        seconds, fed = (
-            time.perf_counter() - self._started,
-            sum(each.last.prompt_tokens for each in begun if each.last),
-        )
+        seconds = time.perf_counter() - self._started
+        fed = sum(each.last.prompt_tokens for each in begun if each.last)
         asked = f"prompts: {self.finished} of {len(self._answers)} answered, {fed} tokens fed"
         return [
             f"{asked}, after {self._session.load_s:.2f} s of loading",
@@ -149,7 +145,8 @@ class AnswerOutput:
 
 
 def _answer_line(answer: _Answer) -> str:
-    last, sampler = answer.statistics.last, answer.question.sampler_of(answer.number)
+    last = answer.statistics.last
+    sampler = answer.question.sampler_of(answer.number)
     assert last is not None
     return json_text(
         {
@@ -182,5 +179,5 @@ def _token_line(number: int, response: GenerationResponse) -> str:
 
 
 def json_text(record: Mapping[str, object]) -> str:
-    """A record on a line of its own. A terminal is shown escapes, which it cannot obey."""
+    """Write a record on one line. A terminal gets escapes, so that text cannot control it."""
     return json.dumps(record, ensure_ascii=sys.stdout.isatty(), allow_nan=False) + "\n"

@@ -1,6 +1,4 @@
-"""Answers to one prompt or to many: one through the session's cache; several side by side, in a pool that is
-planned, reserved and printed before.
-"""
+"""Answer one or many prompts: one through the session's cache, several together in a planned pool."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -37,19 +35,19 @@ def answer(
     file: str | None = None,
     progress: PromptProgress | None = None,
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """The answers' tokens as they come, each with the number of its answer. All is reserved when it is
-    called.
+    """Return an iterator of tokens, each with the number of its answer. Memory is reserved by this call.
 
-    Each question has ``n`` answers, numbered from 0 in their order, and is read once.
+    Each question is read once and has ``n`` answers, numbered from 0 in order.
 
     Args:
-        at_once: answers side by side, at most, in a pool that is made for them; None: the only one goes
-            through the session's cache, which has what it leaves.
-        file: a prompt cache, beside one question. A pool's last answer brings what it is to hold.
+        at_once: how many answers to compute at once, in a pool made for them; None: compute the only answer
+            through the session's cache.
+        file: a prompt cache, for a single question. The last answer of a pool returns the cache to save.
         progress: called while a prompt is read.
     """
     asked = _asked(questions, n, at_once or 1)
-    cache, rest = None, None
+    cache = None
+    rest = None
     scheduler: Scheduler
     if at_once is None:
         cache_file.take(file, session.cache, questions[0].ids, quiet=run.quiet)
@@ -57,7 +55,7 @@ def answer(
     else:
         needs = _needs(session, run, asked)
         cached = cache_file.tokens_in(file)
-        # the last answer's; what was loaded, twice while it is taken over
+        # the last answer's cache; the loaded one counts twice while it is copied
         caches = 0 if file is None else 2 if cached else 1
         pool = _reserve(
             session, run, needs, at_once, deterministic=deterministic, caches=caches, cached=cached
@@ -89,7 +87,7 @@ def answer(
 
 
 def _asked(questions: Sequence[Question], n: int, at_once: int) -> list[tuple[Question, range]]:
-    """Return what is submitted: each question, once for at most ``at_once`` of its answers."""
+    """Return what to submit: each question, once for at most ``at_once`` of its answers."""
     return [
         (question, range(first, min(first + at_once, (number + 1) * n)))
         for number, question in enumerate(questions)
@@ -98,14 +96,14 @@ def _asked(questions: Sequence[Question], n: int, at_once: int) -> list[tuple[Qu
 
 
 def _needs(session: Session, run: RunOptions, asked: Sequence[tuple[Question, range]]) -> list[int]:
-    """Return the tokens to reserve for each answer: its own, if it shares the prompt's pages with others."""
+    """Return the tokens to reserve for each answer, without prompt pages that it shares with others."""
     most = _most_tokens(session, run)
     config = session.checkpoint.config
     needs: list[int] = []
     for question, group in asked:
         with at(question.line):
             need = reservation(session.model, len(question.ids), question.max_tokens, most)
-        # In windows each answer moves through its own pages.
+        # With windows, each answer needs its own pages.
         shares = isinstance(config, ModelConfig) and all(
             window is None or window >= need for window in config.windows
         )
@@ -115,9 +113,7 @@ def _needs(session: Session, run: RunOptions, asked: Sequence[tuple[Question, ra
 
 
 def _most_tokens(session: Session, run: RunOptions) -> int | None:
-    """The tokens that a sequence may have by --max-kv-size; None: as many as the context. Here auto is
-    none.
-    """
+    """Return the limit of --max-kv-size for a sequence. None, also for auto: the model's context."""
     size = options.kv_size(run.max_kv_size)
     return tokens_asked(session.checkpoint, size) if isinstance(size, int) else None
 
@@ -132,9 +128,7 @@ def _reserve(
     caches: int,
     cached: int,
 ) -> Pool:
-    """Plan, reserve and print a pool for ``needs``, tokens not shared, beside ``caches`` of ``cached``
-    ones.
-    """
+    """Plan, reserve and print a pool for ``needs`` unshared tokens, and ``caches`` of ``cached`` tokens."""
     rows = at_once if deterministic else min(at_once, len(needs))
     step_size = CHUNK if deterministic else run.prefill_step_size
     chosen = replace(session.settings, prefill_step_size=step_size, caches=caches)

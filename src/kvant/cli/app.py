@@ -1,4 +1,4 @@
-"""The commands. Each error of one becomes one line on standard error and an exit code."""
+"""The commands. Each error becomes one line on standard error and an exit code."""
 
 import gc
 import os
@@ -20,8 +20,8 @@ from kvant.errors import EXIT_INTERRUPTED, ArgumentError, KvantError, one_line, 
 from kvant.text.process import TextProcess
 
 EXIT_FAILED = 1
-# In the order of the help, which has these summaries. Each is imported when it is asked for, and the engine
-# with it: together they take longer than a short answer.
+# In the order of the help, which shows these summaries. A command and the engine are imported only when
+# needed, because that takes longer than a short answer.
 COMMANDS = {
     "generate": "Answer one prompt.",
     "chat": "Talk with a model; the history stays in the cache.",
@@ -41,16 +41,16 @@ COMMANDS = {
     "launch": "Run a command on several machines at once.",
     "config": "Show the config file, and what it sets.",
 }
-FUNCTIONS = {"import": "import_model"}  # of commands that are no names in Python, and their modules
+FUNCTIONS = {"import": "import_model"}  # modules and functions of commands that are not valid Python names
 NAME = "kvant"
-LAUNCHER = "launch"  # what follows its own flags is another command
+LAUNCHER = "launch"  # its own flags are followed by another command
 LAUNCH_LINE = re.compile(rf"\s*\S+\s+{LAUNCHER}\s(.*?\s)?--\s+({NAME}\s+)?(?=\S+\s)", re.DOTALL)
-_said = ""  # the command's error
-TALKING = ("generate", "chat", "serve")  # they need a tokenizer
+_last_error = ""
+TALKING = ("generate", "chat", "serve")  # commands that need a tokenizer
 
 
 def make_app(arguments: list[str]) -> typer.Typer:
-    """The command, with all sub-commands by name; only the one that the arguments begin with can be run."""
+    """Make the command with all sub-commands; only the one named in the arguments can be run."""
     app = typer.Typer(
         name=NAME,
         help="Run Qwen, Llama, Mistral, SmolLM3 and OLMo 2 models on Apple MLX. "
@@ -60,9 +60,9 @@ def make_app(arguments: list[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(root)
-    wanted = next((text for text in arguments if not text.startswith("-")), None)
+    requested = next((text for text in arguments if not text.startswith("-")), None)
     for name, summary in COMMANDS.items():
-        if name != wanted:
+        if name != requested:
             app.command(name, short_help=summary)(lambda: None)
             continue
         function = FUNCTIONS.get(name, name)
@@ -87,29 +87,29 @@ def root(
 
 
 def main(early: interrupts.Handler | None = None) -> NoReturn:
-    """Run the command and exit: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130
-    interrupted.
+    """Run the command and exit.
 
+    Exit codes: 0; 2 for a bad flag or value; 1 for a model, file or context error; 130 if interrupted.
     ``early`` handles Ctrl-C until the command is imported.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the shell closed it
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, for the rest of the process
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115, stays open until the end
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
-    warnings.formatwarning = lambda message, *_: f"kvant: warning: {message}\n"  # without a line of source
+    warnings.formatwarning = lambda message, *_: f"kvant: warning: {message}\n"  # no source line
     with escaping_standard_error():
         code = _run(early)
-    ranks.end(code, _said)
+    ranks.end(code, _last_error)
     interrupts.finish()
     sys.exit(code)
 
 
 def _run(early: interrupts.Handler | None) -> int:
-    """The command's exit code, its error printed."""
+    """Run the command, print its error, and return the exit code."""
     try:
-        # Its start takes as long as the imports beside which it starts.
+        # Start what takes as long as the imports, so that both happen at the same time.
         ranks.begin(sys.argv[1:])
         process = TextProcess() if sys.argv[1:2] and sys.argv[1] in TALKING else None
         command = typer.main.get_command(make_app(sys.argv[1:] or _to_complete()))
@@ -124,19 +124,17 @@ def _run(early: interrupts.Handler | None) -> int:
         return EXIT_INTERRUPTED
     except TyperException as error:  # a bad flag or value
         return _report(printable(" ".join(error.format_message().split())), getattr(error, "exit_code", 2))
-    except ArgumentError as error:  # the same, found further down
+    except ArgumentError as error:  # a bad value that deeper code detected
         return _report(
             printable(error.worded(import_module("kvant.cli.options").flag)), BadValueError.exit_code
         )
     except (KvantError, ImportError) as error:
         return _report(str(error), EXIT_FAILED)
-    except (MemoryError, RuntimeError) as error:  # MLX's own, such as an allocation that failed
+    except (MemoryError, RuntimeError) as error:  # from MLX, for example a failed allocation
         return _report(f"failed: {one_line(error)}", EXIT_FAILED)
-    except (
-        SystemExit
-    ) as ended:  # typer's: of a completed line, or where the reader of standard output has gone
+    except SystemExit as ended:  # typer's, after completing a line or if standard output is closed
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BrokenPipeError:  # the reader of standard output has gone; nothing is left to say
+    except BrokenPipeError:  # standard output is closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
@@ -144,22 +142,20 @@ def _run(early: interrupts.Handler | None) -> int:
 
 
 def _to_complete() -> list[str]:
-    """The words of the line that a shell completes; those of a command that the launcher is given, as if
-    alone.
-    """
+    """Return the words of a line to complete; for the launcher, those of the command that it launches."""
     if f"_{NAME.upper()}_COMPLETE" not in os.environ:
         return []
     variable = "COMP_WORDS" if "COMP_WORDS" in os.environ else "_TYPER_COMPLETE_ARGS"
     line = os.environ.get(variable, "")
-    if found := LAUNCH_LINE.match(line):
-        line = os.environ[variable] = f"{NAME} {line[found.end() :]}"
+    if match := LAUNCH_LINE.match(line):
+        line = os.environ[variable] = f"{NAME} {line[match.end() :]}"
         if "COMP_CWORD" in os.environ:
-            os.environ["COMP_CWORD"] = str(int(os.environ["COMP_CWORD"]) - len(found[0].split()) + 1)
+            os.environ["COMP_CWORD"] = str(int(os.environ["COMP_CWORD"]) - len(match[0].split()) + 1)
     return line.split()[1:]
 
 
 def _report(message: str, code: int) -> int:
-    global _said
-    _said = " ".join(message.split())
-    print(f"kvant: error: {_said}", file=sys.stderr)
+    global _last_error
+    _last_error = " ".join(message.split())
+    print(f"kvant: error: {_last_error}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""``kvant bench``: every token's latency, engines side by side."""
+"""``kvant bench``: measure the latency of every token, engines side by side."""
 
 import shlex
 import signal
@@ -94,8 +94,8 @@ def bench(
     draft: Annotated[
         Source,
         typer.Option(
-            help="prompt: also measure kvant with tokens guessed from repeated text; default engine "
-            "then: kvant alone."
+            help="prompt: also measure kvant with tokens guessed from repeated text; the default engine is "
+            "then only kvant."
         ),
     ] = "none",
     draft_model: Annotated[
@@ -119,19 +119,18 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]URL",
-            help="Also measure the OpenAI-compatible server there; repeatable, each with a NAME for the "
-            "tables.",
+            help="Also measure this OpenAI-compatible server; repeatable, each with a NAME for tables.",
         ),
     ] = None,
     server_model: Annotated[
         list[str] | None,
-        typer.Option(help="The name of the model at that server; for several servers in their order."),
+        typer.Option(help="The name of the model on that server; for several servers in their order."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Measure engines side by side, every token.
+    """Measure every token of several engines, side by side.
 
-    Each has a process of its own, they run in turns, with the same prompts, and generate --max-tokens tokens
+    Each engine has its own process. They run in turn, with the same prompts, and generate --max-tokens tokens
     each, greedily.
     """
     model = options.choose_model(context, model_argument, model)
@@ -150,8 +149,8 @@ def bench(
         raise BadValueError("--plot draws the tokens after the first, but --max-tokens is 1")
     drafts = bench_options.drafts(draft, draft_model, num_draft_tokens, model)
     if drafts:
-        options.refuse("drafts are not measured with it", streams=streams, plot=plot)
-        options.refuse("a draft model drafts what a model writes", random=random if draft_model else None)
+        options.refuse("drafts cannot be measured with it", streams=streams, plot=plot)
+        options.refuse("a draft model needs text that a model writes", random=random if draft_model else None)
         engine = engine or ["kvant"]
     source = bench_options.source(model, random, weight_bits, weight_group_size, seed)
     counts = bench_options.streams(streams)
@@ -170,7 +169,7 @@ def bench(
     if drafts:
         specs = with_drafts(specs, **drafts)
         if not any(spec.name == "kvant" for spec in specs):
-            raise BadValueError(f"--engine is {', '.join(engine or ())}; drafts are kvant's alone")
+            raise BadValueError(f"--engine is {', '.join(engine or ())}; only kvant drafts")
     specs += servers
     baseline = bench_options.baseline(baseline, specs)
     bench_options.check_files(output, plot)
@@ -185,8 +184,8 @@ def bench(
     from kvant.tools.bench.runner import Plan, measure
     from kvant.tools.bench.table import describe, tables
 
-    # SIGTERM and a closed terminal count as Ctrl-C: the report is printed, and files made for the run are
-    # removed. Under nohup the terminal's end stays ignored.
+    # SIGTERM and a closed terminal act like Ctrl-C, so that the report is printed and temporary files are
+    # removed. Under nohup the terminal's end is still ignored.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
@@ -220,7 +219,7 @@ def bench(
         plan = Plan(specs, folder, prefill_step_size, contexts, max_tokens, repeats, prompts, counts)
         try:
             measure(plan, recording, progress)
-        finally:  # after an engine's failure or Ctrl-C too: the runs until then
+        finally:  # even after a failure or Ctrl-C, report the runs so far
             if recording.runs:
                 summaries = summarize(recording)
                 parts: list[Any] = [*describe(recording.header), tables(summaries)]

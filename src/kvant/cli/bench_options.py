@@ -1,4 +1,4 @@
-"""The flags of ``kvant bench`` turned into values; each value that cannot be used is a usage error."""
+"""Convert the flags of ``kvant bench`` to values; raise a usage error for values that cannot be used."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +31,7 @@ MAX_STREAMS = 256
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the weights come from: a name, the model's sizes, and a ``with`` that has its folder."""
+    """The source of the weights: a name, the model's sizes, and a context manager of its folder."""
 
     name: str
     sizes: "ModelConfig | Shape | BridgedConfig"
@@ -50,8 +50,9 @@ def source(
     if shape not in SHAPES:
         raise BadValueError(f"--random is {shape!r}; expected one of {', '.join(SHAPES)}")
     if not 0 <= seed < 2**64:
-        raise BadValueError(f"--seed is {seed}; of random weights expected from 0 to {2**64 - 1}")
-    bits, group = 4 if weight_bits is None else weight_bits, weight_group_size or 64
+        raise BadValueError(f"--seed is {seed}; for random weights expected from 0 to {2**64 - 1}")
+    bits = 4 if weight_bits is None else weight_bits
+    group = weight_group_size or 64
     if bits == 0:
         refuse("--weight-bits 0 does not quantize", weight_group_size=weight_group_size)
     with named(f"--weight-bits {bits} --weight-group-size {group}"):
@@ -61,28 +62,26 @@ def source(
 
 
 def streams(text: str | None) -> list[int]:
-    """Numbers of requests that come at once; none without the flag."""
-    found = [] if text is None else whole_numbers("--streams", text)
-    for count in found:
+    """Parse the numbers of requests that come at once; empty without the flag."""
+    counts = [] if text is None else whole_numbers("--streams", text)
+    for count in counts:
         if not 1 <= count <= MAX_STREAMS:
             raise BadValueError(f"--streams has {count}; expected from 1 to {MAX_STREAMS}")
-    return found
+    return counts
 
 
 def contexts(text: str | None, max_tokens: int, context: int | None, streams: bool = False) -> list[int]:
-    """Prompt lengths, each of which has room for the tokens after it in the model's context; None: any
-    number.
-    """
+    """Parse prompt lengths, which must leave room for ``max_tokens`` in the ``context``, None: unlimited."""
     room = MAX_SIZE if context is None else context
     if text is None:
-        found = [count for count in DEFAULT_CONTEXTS[: 1 if streams else None] if count + max_tokens <= room]
-        if not found:
+        counts = [count for count in DEFAULT_CONTEXTS[: 1 if streams else None] if count + max_tokens <= room]
+        if not counts:
             raise BadValueError(
                 f"--max-tokens is {max_tokens}; the model's context is {room}; set --prompt-tokens too"
             )
-        return found
-    found = whole_numbers("--prompt-tokens", text)
-    for count in found:
+        return counts
+    counts = whole_numbers("--prompt-tokens", text)
+    for count in counts:
         if count < 1:
             raise BadValueError(f"--prompt-tokens has {count}; expected at least 1")
         if count + max_tokens > room:
@@ -90,7 +89,7 @@ def contexts(text: str | None, max_tokens: int, context: int | None, streams: bo
                 f"--prompt-tokens has {count}; with --max-tokens {max_tokens} that is more than "
                 f"the model's context of {room} tokens"
             )
-    return found
+    return counts
 
 
 def specs(
@@ -101,9 +100,9 @@ def specs(
     streams: bool = False,
     kv_format: str | None = None,
 ) -> list[EngineSpec]:
-    """The engines that compute on this machine, in processes of their own.
+    """Return the engines that run on this machine, each in its own process.
 
-    With several streams mlx-lm by default computes as kvant does on a CPU: in float32, with the same BLAS.
+    On a CPU with several streams, mlx-lm by default computes as kvant does: in float32, with the same BLAS.
     """
     lent = not blas.loaded().startswith(blas.MLX_BLAS)
     fair = mx.default_device().type == mx.cpu and streams
@@ -115,35 +114,35 @@ def specs(
     if not any(bits):
         refuse("--kv-bits 0 does not quantize", kv_group_size=kv_group_size)
     head_dim = getattr(sizes, "head_dim", None)  # a bridged model's layers may differ
-    # mlx-lm's quantized cache raises for windows and some other layers, and takes few widths of heads.
+    # mlx-lm's quantized cache fails for windows and some other layers, and supports few head widths.
     unfit = engines is None and kv_bits is None and (head_dim is None or not mlx_lm_groups(head_dim))
     if kv_format not in (None, PMX):
-        KVFormat.of(kv_format)  # one that is wrong is refused with its own flag
+        KVFormat.of(kv_format)  # refuse a bad file in the name of its own flag
     with named("--engine"):
         made = partial(
             engine_specs, kv_group_size=kv_group_size, head_dim=head_dim, kv_format=kv_format, streams=streams
         )
-        found = (
+        chosen = (
             [*made(["kvant"], bits), *made([theirs], [0])]
             if unfit
             else made(engines or ("kvant", theirs), bits)
         )
-    if kv_format is not None and not any(spec.kv_format for spec in found):
+    if kv_format is not None and not any(spec.kv_format for spec in chosen):
         raise BadValueError(f"--kv-format is {kv_format}, but no --engine is kvant")
-    for spec in found:
+    for spec in chosen:
         if spec.kernels is not None:
             check_kernels(spec.kernels, "--engine kvant's setting")
-    if any(spec.openblas for spec in found) and not lent:
+    if any(spec.openblas for spec in chosen) and not lent:
         raise BadValueError(
-            f"an engine is to have {OPENBLAS}, but kvant has none to lend here ({blas.loaded()})"
+            f"an engine asks for {OPENBLAS}, but kvant does not have it here ({blas.loaded()})"
         )
-    return found
+    return chosen
 
 
 def drafts(
     draft: str, draft_model: str | None, num_draft_tokens: int | None, model: str | None
 ) -> dict[str, str | int | None]:
-    """The attributes of engines that draft; none if nothing drafts."""
+    """Return the attributes of engines that draft; empty if none does."""
     if draft_model is None:
         return {} if draft == "none" else {"draft": draft}
     from kvant.engine.model_drafts import check_folders
@@ -153,30 +152,31 @@ def drafts(
     return {"draft": "model", "draft_model": str(path), "num_draft_tokens": num_draft_tokens}
 
 
-def servers(given: Sequence[str], models: Sequence[str]) -> list[EngineSpec]:
-    """The servers: ``given`` has a URL each, or a label for tables and a URL: NAME=URL."""
-    if models and len(models) != len(given):
+def servers(urls: Sequence[str], models: Sequence[str]) -> list[EngineSpec]:
+    """Return the servers; each of ``urls`` is a URL, or NAME=URL with a label for tables."""
+    if models and len(models) != len(urls):
         named_models = ", ".join(map(repr, models))
-        raise BadValueError(f"--server-model is {named_models}, but --server is given {len(given)} times")
-    found: list[EngineSpec] = []
-    for text, model in zip_longest(given, models):
+        raise BadValueError(f"--server-model is {named_models}, but --server is given {len(urls)} times")
+    specs: list[EngineSpec] = []
+    for text, model in zip_longest(urls, models):
         from kvant.tools.bench.server_client import check_url
 
         title, equals, url = text.partition("=")
-        if not equals or "/" in title:  # of the URL itself
-            title, url = "server", text
+        if not equals or "/" in title:  # the equals sign is part of the URL
+            title = "server"
+            url = text
         with named("--server"):
             check_url(url)
-        if not title.isprintable() or title in ("", *(spec.title for spec in found)):
+        if not title.isprintable() or title in ("", *(spec.title for spec in specs)):
             raise BadValueError(
                 f"--server has the name {title!r} twice, or none; expected NAME=URL, each name once"
             )
-        found.append(EngineSpec("server", url=url, server_model=model, title=title))
-    return found
+        specs.append(EngineSpec("server", url=url, server_model=model, title=title))
+    return specs
 
 
 def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
-    """The label of the engine that the others are divided by."""
+    """Return the label of the engine whose times divide the others'."""
     labels = [spec.label for spec in engines]
     if label is None:
         return next((spec.label for spec in engines if spec.name == "mlx-lm"), labels[0])
@@ -186,7 +186,7 @@ def baseline(label: str | None, engines: Sequence[EngineSpec]) -> str:
 
 
 def check_files(output: Path | None, plot: Path | None) -> None:
-    """Refuse files that could not be written at the end; a KvantError if matplotlib is missing."""
+    """Refuse files that could not be written at the end; raise a KvantError if matplotlib is missing."""
     if output is not None:
         check_new_file("--output", output)
     if plot is not None:
@@ -197,7 +197,7 @@ def check_files(output: Path | None, plot: Path | None) -> None:
 
 
 def check_new_file(name: str, path: Path) -> None:
-    """Refuse a recording's file that is there already, or could not be made."""
+    """Refuse a recording's file that exists or could not be created."""
     if path.exists() or path.is_symlink():
         raise BadValueError(f"{name}: {path} exists; a recording goes to a new file")
     if not path.parent.is_dir():

@@ -1,6 +1,6 @@
-"""The config file: other defaults of flags, for all commands that have them or for one, and presets.
+"""The config file: presets, and other defaults of flags, for one command or all that have them.
 
-A flag wins over a preset, that over the environment, that over the file, and the file over what a model says.
+A flag overrides a preset, which overrides the environment, then the file, then the model's own settings.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from kvant.errors import KvantError, did_you_mean, one_line
 from kvant.files import read_user_file
 
 FILE = "config.toml"
-MAX_BYTES = 32 * 1024  # the reader of TOML takes more than linear time
+MAX_BYTES = 32 * 1024  # Python's TOML parser can take more than linear time
 PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
 PRESETS = "presets"
 WORDS = {
@@ -33,37 +33,37 @@ WORDS = {
     list: "a list of strings",
 }
 
-Flags = Mapping[str, tuple[str, Any]]  # a flag without its dashes -> its parameter, and the kind of its value
+Flags = Mapping[str, tuple[str, Any]]  # flag without dashes -> parameter, and the type of its value
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A config file's tables as they are written."""
+    """A config file's tables as written."""
 
-    path: Path | None  # of the file; None: there is none
+    path: Path | None  # None: there is no file
     shared: Mapping[str, Any] = field(default_factory=dict)
     commands: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def defaults(command: str) -> Defaults:
-    """What the config file and the environment say of a command's flags, and the presets for it."""
+    """Return the defaults of a command's flags from the config file and the environment, and its presets."""
     settings = read_settings()
     flags = command_flags(command)
-    place = str(settings.path or f"{config_path()}, which is not there,")
-    found = Defaults((name for name, _ in flags.values()), checked_presets(settings), place)
+    place = str(settings.path or f"{config_path()}, which does not exist,")
+    merged = Defaults((name for name, _ in flags.values()), checked_presets(settings), place)
     for table in checked_tables(settings, command, flags):
-        found.take(table, FILE)
+        merged.override(table, FILE)
     if model := os.environ.get(MODEL_VARIABLE):
-        found.take({"model": model}, MODEL_VARIABLE)
+        merged.override({"model": model}, MODEL_VARIABLE)
     _, kind = flags.get("model", ("", str))
-    if kind is list and isinstance(found.get("model"), str):  # serve takes several
-        found["model"] = [found["model"]]
-    return found
+    if kind is list and isinstance(merged.get("model"), str):  # serve takes several
+        merged["model"] = [merged["model"]]
+    return merged
 
 
 def read_settings() -> Settings:
-    """The user's config file; empty settings where there is none."""
+    """Read the user's config file; return empty settings if there is none."""
     path = config_path()
     if path is None or not (path.exists() or PATH_VARIABLE in os.environ):
         return Settings(None)
@@ -74,7 +74,7 @@ def read_settings() -> Settings:
 
     try:
         raw = tomllib.loads(data.decode().replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError) as error:  # including UnicodeDecodeError
         raise BadValueError(f"{path}: not TOML: {one_line(error)}") from error
     tables = {name: raw.pop(name) for name in (*CONFIGURED, PRESETS) if name in raw}
     presets = tables.pop(PRESETS, {})
@@ -88,7 +88,7 @@ def read_settings() -> Settings:
 
 
 def config_path() -> Path | None:
-    """Where the config file is looked for: KVANT_CONFIG, none where that is empty, else the user's folder."""
+    """Return the config file's path: KVANT_CONFIG (none if that is empty), or one in the user's folder."""
     named = os.environ.get(PATH_VARIABLE)
     if named is not None:
         return Path(os.path.expanduser(named)) if named else None
@@ -98,7 +98,7 @@ def config_path() -> Path | None:
 
 
 def checked_tables(settings: Settings, command: str, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values by parameter of the file's top and of a command's own table."""
+    """Return values by parameter: those of the file's top, and those of the command's table."""
     shared = (
         check(settings, "", settings.shared, shared_flags(), "generate and chat") if settings.shared else {}
     )
@@ -106,7 +106,7 @@ def checked_tables(settings: Settings, command: str, flags: Flags) -> tuple[dict
 
 
 def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
-    """The presets by name, each as values by parameter."""
+    """Return the presets by name, each as values by parameter."""
     if not settings.presets:
         return {}
     flags = {flag: kind for flag, kind in shared_flags().items() if flag != "preset"}
@@ -119,7 +119,7 @@ def checked_presets(settings: Settings) -> dict[str, dict[str, Any]]:
 def check(
     settings: Settings, where: str, table: Mapping[str, Any], flags: Flags, whose: str
 ) -> dict[str, Any]:
-    found = {}
+    values = {}
     for key, value in table.items():
         if key not in flags:
             near = did_you_mean(key.replace("_", "-"), flags)
@@ -140,43 +140,43 @@ def check(
             right = right and all(isinstance(item, str) for item in value)
         if not right or (isinstance(value, bool) and kind is not bool):
             raise BadValueError(f"{settings.path}: {where}{key} is {_shown(value)!r}; expected {WORDS[kind]}")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _shown(value: object) -> str:
     try:
         return str(value)[:80]
-    except ValueError:  # Python writes out no number of more than 4,300 digits
+    except ValueError:  # Python refuses to format numbers of more than 4,300 digits
         return "a number of thousands of digits"
 
 
 def shared_flags() -> Flags:
-    """The flags that generate and chat share: those of the file's top and of presets."""
+    """Return the flags that generate and chat share, which the file's top and presets may set."""
     groups = [*options.flags(options.RunOptions), *options.flags(SamplingOptions)]
     return _flags((option.name, options.annotation(option)) for option in groups)
 
 
 def command_flags(command: str) -> Flags:
-    """A command's flags that can have another default."""
+    """Return a command's flags whose defaults can be changed."""
     parameters = inspect.signature(getattr(import_module(f"kvant.cli.{command}"), command)).parameters
     return _flags((name, parameter.annotation) for name, parameter in parameters.items() if name != "prompt")
 
 
 def _flags(parameters: Iterable[tuple[str, Any]]) -> Flags:
-    found = {}
+    flags = {}
     for name, annotation in parameters:
         kind, option = get_args(annotation)[:2] if get_origin(annotation) is Annotated else (annotation, None)
         if kind is typer.Context or isinstance(option, ArgumentInfo):
             continue
-        written = option.param_decls if isinstance(option, OptionInfo) else None
-        flag = next((text for text in written or () if text.startswith("--")), options.flag(name))
-        found[flag.partition("/")[0].removeprefix("--")] = name, _kind(kind)
-    return found
+        declared = option.param_decls if isinstance(option, OptionInfo) else None
+        flag = next((text for text in declared or () if text.startswith("--")), options.flag(name))
+        flags[flag.partition("/")[0].removeprefix("--")] = name, _kind(kind)
+    return flags
 
 
 def _kind(annotation: Any) -> type:
-    """bool, int, float, str or list, of an annotation such as ``list[str] | None``."""
+    """Return bool, int, float, str or list for an annotation such as ``list[str] | None``."""
     kind = next((kind for kind in get_args(annotation) if kind is not type(None)), annotation)
     kind = get_origin(kind) or kind
     return kind if kind in (bool, int, float, list) else str  # a path is a string
@@ -187,20 +187,20 @@ def config(
         bool, typer.Option("--path", help="Print where the file is looked for, and nothing else.")
     ] = False,
 ) -> None:
-    """Show the config file and what it sets, all of it checked.
+    """Check the config file and show what it sets.
 
-    Top-level keys are flags of generate and chat; serve, plan and report heed those that they have, too.
+    Top-level keys are flags of generate and chat; serve, plan and report use those that they have, too.
     [generate], [chat], [serve], [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
     """
-    wanted = config_path()
+    expected = config_path()
     if path:
-        print("" if wanted is None else wanted)
+        print("" if expected is None else expected)
         return
     settings = read_settings()
     checked_presets(settings)
     for command in settings.commands or CONFIGURED[:1]:
         checked_tables(settings, command, command_flags(command))
     if settings.path is None:
-        print(f"# {wanted} is not there" if wanted else f"# no file: {PATH_VARIABLE} is empty")
+        print(f"# {expected} does not exist" if expected else f"# no file: {PATH_VARIABLE} is empty")
     else:
         print(f"# {settings.path}\n{read_user_file(settings.path, MAX_BYTES).decode().rstrip()}")

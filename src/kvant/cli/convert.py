@@ -1,4 +1,4 @@
-"""``kvant convert``: a model folder to a quantized one."""
+"""``kvant convert``: quantize a model folder."""
 
 import signal
 from pathlib import Path
@@ -35,10 +35,10 @@ def convert(
         ),
     ] = None,
     hf_path: Annotated[
-        str | None, typer.Option(help="SOURCE under its name in mlx_lm.convert; needs -q.")
+        str | None, typer.Option(help="Another name of SOURCE, as in mlx_lm.convert; needs -q.")
     ] = None,
     mlx_path: Annotated[
-        str | None, typer.Option(help="DEST under its name in mlx_lm.convert; needs -q.")
+        str | None, typer.Option(help="Another name of DEST, as in mlx_lm.convert; needs -q.")
     ] = None,
     quantize: Annotated[
         bool, typer.Option("--quantize", "-q", help="Quantize, as in mlx_lm.convert; kvant does by default.")
@@ -68,7 +68,7 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float16, bfloat16 or float32 for all that stays in floating point; default: as stored."
+            help="float16, bfloat16 or float32 for what stays in floating point; default: as stored."
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no statistics and no progress.")] = False,
@@ -76,21 +76,22 @@ def convert(
     """Quantize a model folder, or change its dtype."""
     source, dest = _folders(source, dest, model=model, hf_path=hf_path, mlx_path=mlx_path)
     if (hf_path or mlx_path) and not quantize and bits is None:
-        given = "--hf-path" if hf_path else "--mlx-path"
+        flag = "--hf-path" if hf_path else "--mlx-path"
         raise BadValueError(
-            f"{given} is mlx_lm.convert's, which does not quantize without -q; expected -q, or --bits 0 and "
-            f"--dtype"
+            f"{flag} is mlx_lm.convert's, which does not quantize without -q; expected -q, or --bits 0 and "
+            "--dtype"
         )
     if quantize and bits == 0:
-        raise BadValueError("--bits is 0, which does not quantize, but --quantize (-q) is given")
+        raise BadValueError("--bits is 0, which does not quantize; expected no --quantize (-q) with it")
     options.check_text(source=source, dest=dest)
     chosen = WeightFormat.choose(bits, group_size, mode or "affine", dtype)
     if not dest:
         raise BadValueError("DEST is empty; expected a folder's path")
-    folder, target = find_model(source), Path(dest)
-    for part in remove_leftovers(target):
-        say(f"{part}: removed; a convert that was killed had left it", quiet)
-    signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
+    folder = find_model(source)
+    target = Path(dest)
+    for leftover in remove_leftovers(target):
+        say(f"{leftover}: removed; an interrupted convert had left it", quiet)
+    signal.signal(signal.SIGTERM, interrupts.leave)  # leave nothing half-written, like Ctrl-C
     with interrupts.patient(), LateProgress("converting", quiet=quiet) as progress:
         done = convert_folder(folder, target, chosen, progress.update)
     sizes = f"{format_bytes(done.source_bytes)} became {format_bytes(done.bytes)}"
@@ -105,25 +106,25 @@ def convert(
 def _folders(
     source: str | None, dest: str | None, *, model: str | None, hf_path: str | None, mlx_path: str | None
 ) -> tuple[str, str]:
-    """The model and the folder to write: each as an argument, or by a flag."""
+    """Return the model and the folder to write, from arguments or flags."""
     if model is not None and hf_path is not None:
         raise BadValueError(f"the model is given twice, with --model {model} and with --hf-path {hf_path}")
-    found = [value for value in (source, dest) if value is not None]
+    arguments = [value for value in (source, dest) if value is not None]
     named = model if hf_path is None else hf_path
     if named is not None:
-        if len(found) + (mlx_path is not None) > 1:
+        if len(arguments) + (mlx_path is not None) > 1:
             flag = "--model" if hf_path is None else "--hf-path"
             raise BadValueError(
-                f"the model is given twice, as the argument {found[0]!r} and with {flag} {named}"
+                f"the model is given twice, as the argument {arguments[0]!r} and with {flag} {named}"
             )
-        found.insert(0, named)
+        arguments.insert(0, named)
     if mlx_path is not None:
-        if len(found) > 1:
+        if len(arguments) > 1:
             raise BadValueError(
-                f"DEST is given twice, as the argument {found[1]!r} and with --mlx-path {mlx_path}"
+                f"DEST is given twice, as the argument {arguments[1]!r} and with --mlx-path {mlx_path}"
             )
-        found.append(mlx_path)
-    if len(found) < 2:
+        arguments.append(mlx_path)
+    if len(arguments) < 2:
         missing = "DEST" if mlx_path is None else "SOURCE"
         raise BadValueError(f"no {missing}; expected SOURCE and DEST, or --model SOURCE and DEST")
-    return found[0], found[1]
+    return arguments[0], arguments[1]

@@ -1,4 +1,4 @@
-"""Other defaults of a command's flags than those it is written with, and where each comes from."""
+"""Defaults of a command's flags from outside of its code, and their sources."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,50 +10,46 @@ from kvant.errors import did_you_mean
 
 # commands that take defaults from the config file
 CONFIGURED = ("generate", "chat", "serve", "plan", "report")
-OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # they do nothing without a chat template
+OF_THE_TEMPLATE = ("system_prompt", "chat_template_config")  # have no effect without a chat template
 
 
 class BadValueError(TyperException):
-    """A value that a flag cannot take: it names the flag, what was given and what was expected. The exit
-    code is 2.
-    """
+    """A value that a flag does not accept. The message names the flag, the value and what was expected."""
 
     exit_code = 2
 
 
 class Defaults(dict[str, Any]):
-    """Defaults by parameter, as a command's context takes them; ``sources`` says in words where each comes
-    from.
-    """
+    """Defaults by parameter for a command's context; ``sources`` describes where each comes from."""
 
     def __init__(
         self, parameters: Iterable[str], presets: Mapping[str, Mapping[str, Any]], place: str
     ) -> None:
-        """No default yet; ``presets`` are for :meth:`use`, and ``place`` says where they are written."""
+        """Start without defaults; :meth:`use` applies one of ``presets``, which are written in ``place``."""
         super().__init__()
         self.sources: dict[str, str] = {}
-        self._parameters, self._presets, self._place = set(parameters), presets, place
+        self._parameters = set(parameters)
+        self._presets = presets
+        self._place = place
 
-    def take(self, values: Mapping[str, Any], source: str) -> None:
-        """Let these go before those that are there; what the command has no parameter for is left out."""
-        taken = self._parameters & values.keys()
-        self.update({name: values[name] for name in taken})
-        self.sources.update(dict.fromkeys(taken, source))
+    def override(self, values: Mapping[str, Any], source: str) -> None:
+        """Override the current defaults. Names that the command does not have are ignored."""
+        names = self._parameters & values.keys()
+        self.update({name: values[name] for name in names})
+        self.sources.update(dict.fromkeys(names, source))
 
     def use(self, preset: str) -> None:
-        """Let a preset's values go before those that are there."""
+        """Override the current defaults with a preset's values."""
         if preset not in self._presets:
             known = (
                 f"{self._place} has {', '.join(self._presets) or 'none'}{did_you_mean(preset, self._presets)}"
             )
             raise BadValueError(f"--preset is {preset!r}; {known}")
-        self.take(self._presets[preset], f"preset {preset}")
+        self.override(self._presets[preset], f"preset {preset}")
 
 
 def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The values that come from the config file, a preset or the environment: name -> value and source, in
-    words.
-    """
+    """Return values from the config file, a preset or the environment: name -> value and its source."""
     defaults = context.default_map
     if not isinstance(defaults, Defaults):
         return {}
@@ -65,8 +61,8 @@ def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, t
     for name, (_, source) in list(used.items()):
         blocker = blocked_by(name, values)
         if name == "draft_model" and source_of(context, "draft") == "COMMANDLINE":
-            blocker = "draft"  # none, too
-        # Nobody asked for two together that come from two sources.
+            blocker = "draft"  # even if it is none
+        # Two values from different sources were not meant to be used together.
         if blocker is not None and (blocker not in used or used[blocker][1] != source):
             values[name] = next(option.default for option in context.command.params if option.name == name)
             del used[name]
@@ -74,14 +70,14 @@ def settings_used(context: typer.Context, values: dict[str, Any]) -> dict[str, t
 
 
 def source_of(context: typer.Context, name: str) -> str | None:
-    """Where a parameter's value comes from, as click names it."""
+    """Return click's name for the source of a parameter's value."""
     source = context.get_parameter_source(name)
     return None if source is None else source.name
 
 
 def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
-    """The other parameter whose value leaves this one without effect; the two together would be refused."""
-    from kvant.cache.kv_format import PMX  # not for the help: it imports MLX
+    """Return the parameter whose value makes this one ineffective; both together would be refused."""
+    from kvant.cache.kv_format import PMX  # imports MLX, which the help does not need
 
     if name in ("kv_bits", "kv_group_size") and values.get("kv_format") not in (None, "", PMX):
         return "kv_format"

@@ -1,4 +1,4 @@
-"""``kvant doctor``: the machine, the path of every operator, and a check of the fused kernel."""
+"""``kvant doctor``: describe the machine and operators, and check the fused kernel."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Union
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvant.tools.doctor.diagnosis import Diagnosis
     from kvant.tools.doctor.ranks import RankDiagnosis
 
-RANKS_DEADLINE_S = 120.0  # 2 ranks on the loopback take a second
+RANKS_DEADLINE_S = 120.0  # two ranks over the loopback take one second
 
 
 def doctor(
@@ -25,13 +25,13 @@ def doctor(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Describe the machine, say which way each operator goes and why, and check the fused kernel on a GPU.
+    """Describe the machine, say which path each operator takes and why, and check the fused kernel on a GPU.
 
-    The kernel's results are compared with attention on the CPU. A mismatch is exit code 1.
+    The kernel's results are compared with attention on the CPU. A mismatch exits with code 1.
 
-    Under `kvant launch` it measures the connections of the ranks, and checks a sum, instead.
+    Under `kvant launch` it measures the connections between the ranks and checks a sum instead.
     """
-    found: Diagnosis | RankDiagnosis
+    result: Diagnosis | RankDiagnosis
     parts: Iterable[str | Table]
     guard = ranks.guard()
     if guard is not None:
@@ -40,59 +40,59 @@ def doctor(
 
         group = join_group(guard)
         with guard.within(RANKS_DEADLINE_S, "checking the ranks"):
-            found = check_ranks(group)
+            result = check_ranks(group)
         guard.wait_for_first()
-        parts, record = _group_parts(found), found.as_json()
+        parts = _group_parts(result)
     else:
         options.check_kernels()
         from kvant.tools.doctor.diagnosis import diagnose
 
         with LateProgress("trying kernels", quiet=quiet) as progress:
-            found = diagnose(progress.update)
-        parts, record = _parts(found), found.as_json()
-    terminal.show(record, parts, as_json=json_object)
-    if not found.healthy:
+            result = diagnose(progress.update)
+        parts = _parts(result)
+    terminal.show(result.as_json(), parts, as_json=json_object)
+    if not result.healthy:
         raise typer.Exit(1)
 
 
-def _group_parts(found: "RankDiagnosis") -> Iterator[Union[str, "Table"]]:
+def _group_parts(diagnosis: "RankDiagnosis") -> Iterator[Union[str, "Table"]]:
     rows = []
-    for each in found.ranks:
-        device, mlx = (
-            f"{each.environment.device}, {each.environment.cores} cores",
-            each.environment.versions["mlx"],
-        )
+    for each in diagnosis.ranks:
+        device = f"{each.environment.device}, {each.environment.cores} cores"
+        mlx = each.environment.versions["mlx"]
         rows.append((str(each.rank), each.host, device, format_bytes(each.memory_bytes), mlx))
     yield terminal.table(("rank", "machine", "device", "memory", "MLX"), rows)
-    for each in found.ranks:
+    for each in diagnosis.ranks:
         if each.round_trip_ms is not None:
-            other = (each.rank + 1) % len(found.ranks)
+            other = (each.rank + 1) % len(diagnosis.ranks)
             yield f"4 bytes from rank {each.rank} to rank {other} and back: {each.round_trip_ms:.3f} ms"
-    speed = found.sum_bytes / found.sum_ms / 1e6
-    yield f"sum of {format_bytes(found.sum_bytes)}: {found.sum_ms:.1f} ms, {speed:.2f} GB/s"
-    for text in found.problems:
+    speed = diagnosis.sum_bytes / diagnosis.sum_ms / 1e6
+    yield f"sum of {format_bytes(diagnosis.sum_bytes)}: {diagnosis.sum_ms:.1f} ms, {speed:.2f} GB/s"
+    for text in diagnosis.problems:
         yield f"wrong: {text}"
-    yield f"the {len(found.ranks)} ranks {'agree' if found.healthy else 'do not agree'}"
+    yield f"the {len(diagnosis.ranks)} ranks {'agree' if diagnosis.healthy else 'do not agree'}"
 
 
-def _parts(found: "Diagnosis") -> Iterator[Union[str, "Table"]]:
-    environment, machine = found.environment, found.machine
+def _parts(diagnosis: "Diagnosis") -> Iterator[Union[str, "Table"]]:
+    environment = diagnosis.environment
+    machine = diagnosis.machine
     yield ", ".join(f"{name} {number}" for name, number in environment.versions.items())
     yield environment.system
     yield f"device: {environment.device}, {environment.cores} cores"
     memory, limit = format_bytes(machine.memory_bytes), format_bytes(machine.limit_bytes)
     yield f"memory: {memory}, usable {limit} ({machine.limit_source})"
     yield f"BLAS: {environment.blas}"
-    yield f"compiler: {found.compiler}"
-    if (speed := found.memory_speed) is not None:
+    yield f"compiler: {diagnosis.compiler}"
+    if (speed := diagnosis.memory_speed) is not None:
         read = (
             f"one row of float32 matrices reads {speed.row_gb_s:.1f} GB/s "
             f"(MLX's product {speed.mlx_row_gb_s:.1f})"
         )
         yield f"memory speed: {read}; a copy reads and writes {speed.copy_gb_s:.1f} GB/s"
-    yield terminal.table(("operator", "path", "why"), ((p.operator, p.path, p.reason) for p in found.paths))
+    paths = ((each.operator, each.path, each.reason) for each in diagnosis.paths)
+    yield terminal.table(("operator", "path", "why"), paths)
     against = "kernel against attention on the CPU"
-    if found.kernels:
+    if diagnosis.kernels:
         numbers = (
             (
                 r.case,
@@ -101,35 +101,38 @@ def _parts(found: "Diagnosis") -> Iterator[Union[str, "Table"]]:
                 _shown(r.fused_ms),
                 _shown(r.unfused_ms),
             )
-            for r in found.kernels
+            for r in diagnosis.kernels
         )
         yield terminal.table((against, "error", "allowed", "ms", "unfused ms"), numbers)
         wrong = [
             f"wrong: {result.case}: {result.problem}"
-            for result in found.kernels
+            for result in diagnosis.kernels
             if result.problem is not None
         ]
         yield from wrong
-        yield f"{against}: {len(found.kernels) - len(wrong)} of {len(found.kernels)} agree"
-    if found.uses:
+        yield f"{against}: {len(diagnosis.kernels) - len(wrong)} of {len(diagnosis.kernels)} agree"
+    if diagnosis.uses:
         wrong = [
-            f"wrong: the kernel does not run: {use.problem}" for use in found.uses if use.problem is not None
+            f"wrong: the kernel does not run: {use.problem}"
+            for use in diagnosis.uses
+            if use.problem is not None
         ]
         yield from wrong
-        yield f"kernel as caches use it: {len(found.uses) - len(wrong)} of {len(found.uses)} formats run"
-    if found.start is not None:
-        start = found.start
+        total = len(diagnosis.uses)
+        yield f"kernel as caches use it: {total - len(wrong)} of {total} formats run"
+    if diagnosis.start is not None:
+        start = diagnosis.start
         cold = f"{start.cold_instances} instances, {start.cold_ms:.0f} ms"
         warm = f"{start.warm_instances} instances, {start.warm_ms:.0f} ms"
         yield (
             f"start of {start.use}: {cold} when the kernel is tried, {warm} later, "
             "until a draft or a batch asks"
         )
-    if found.record is not None:
-        yield f"record: {found.record}"
-    for text in found.unchecked:
+    if diagnosis.record is not None:
+        yield f"record: {diagnosis.record}"
+    for text in diagnosis.unchecked:
         yield f"not checked here: {text}"
-    for text in found.to_do or ["nothing"]:
+    for text in diagnosis.to_do or ["nothing"]:
         yield f"to do: {text}"
 
 

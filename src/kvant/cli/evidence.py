@@ -1,4 +1,4 @@
-"""``kvant evidence``: figures of this machine and a model in one file, and the check of such a file."""
+"""``kvant evidence``: measure this machine and a model into one file, or check such a file."""
 
 import json
 from functools import partial
@@ -40,10 +40,10 @@ def evidence(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Measure this machine with a model, and keep every round in one file that others can check.
+    """Measure this machine with a model, and store every round in one file that others can check.
 
-    What kvant doctor says; attention, and a token beside mlx-lm's, in turns; memory against its plan; the
-    quality of 8 and 4 bits; the start. docs/data/evidence.md is made of such files.
+    The file has what kvant doctor says; attention, and tokens next to mlx-lm's, in turn; memory against its
+    plan; the quality of 8 and 4 bits; the start. docs/data/evidence.md is made from such files.
     """
     options.check_kernels()
     if (output is None) == (check is None):
@@ -62,9 +62,9 @@ def evidence(
     from kvant.tools.evidence.measure import figures, measure_machine
 
     with LateProgress("trying kernels", quiet=quiet) as progress:
-        found = diagnose(progress.update).as_json()
-    del found["record"]  # it names a folder of the user's
-    record = sealed(found | measure_machine(model, partial(terminal.say, quiet=quiet)))
+        diagnosis = diagnose(progress.update).as_json()
+    del diagnosis["record"]  # it contains a path of the user's
+    record = sealed(diagnosis | measure_machine(model, partial(terminal.say, quiet=quiet)))
     with atomic_file(output) as file:
         file.write(json.dumps(record, indent=1).encode() + b"\n")
     lines = [f"{name}: {figure}" for name, figure in figures(record)]
@@ -80,12 +80,13 @@ def _check(path: Path, as_json: bool) -> None:
     from kvant.tools.evidence.measure import figures
 
     record = read(path)
-    wrong, missing = problems(record), left_out(record)
+    wrong = problems(record)
+    missing = left_out(record)
     lines = [f"left out: {text}" for text in missing] + [f"wrong: {text}" for text in wrong]
     if not wrong:
         lines = [*(f"{name}: {figure}" for name, figure in figures(record)), *lines]
-        lines.append("it is as it was written, and its figures are those of its rounds")
-    # A text of a stranger's file must not break a line or control the terminal.
+        lines.append("the file is unaltered, and its figures follow from its rounds")
+    # Text from a stranger's file must not break a line or control the terminal.
     lines = [printable(line, MAX_LINE) for line in lines]
     terminal.show({"left_out": missing, "wrong": wrong}, lines, as_json=as_json)
     if wrong:

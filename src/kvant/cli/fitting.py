@@ -1,4 +1,4 @@
-"""What a plan is made of by a command's flags, and what to say if it does not fit."""
+"""Plan a run by a command's flags, and say what would fit if the plan does not."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,11 +42,11 @@ def plan_that_fits(
     machine: Machine,
     split_pairs: Pairs = None,
 ) -> MemoryPlan:
-    """The plan of a run, which is refused with a ContextError if it does not fit into the machine."""
+    """Plan a run; raise a ContextError if it does not fit into the machine."""
     made = plan_for(checkpoint, settings, max_kv_size, machine, split_pairs)
     if made.total > machine.limit_bytes:
         longest = longest_by_bits(
-            settings, lambda own: longest_context(checkpoint, machine, own, split_pairs)
+            settings, lambda changed: longest_context(checkpoint, machine, changed, split_pairs)
         )
         raise ContextError(f"{describe(made, machine)}; {what_fits(made, longest)}")
     return made
@@ -59,29 +59,27 @@ def plan_for(
     machine: Machine,
     split_pairs: Pairs = None,
 ) -> MemoryPlan:
-    """:func:`kvant.plan.fitting.plan_run` by the flags, which an error names."""
+    """Call :func:`kvant.plan.fitting.plan_run`; errors name the flags."""
     tokens = tokens_asked(checkpoint, max_kv_size)
     with named_format(settings):
         return plan_run(checkpoint, settings, tokens, machine, split_pairs)
 
 
 def with_weights(
-    wanted: str | None, checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine
+    choice: str | None, checkpoint: AnyCheckpoint, settings: Settings, max_kv_size: KvSize, machine: Machine
 ) -> tuple[AnyCheckpoint, Settings]:
-    """The model and the draft model of a plan, with their quantized matrices as floats if --weights asks for
-    that, or without the flag if there is room.
-    """
-    if wanted == "float32" and not isinstance(checkpoint, Checkpoint):
+    """Dequantize the model and the draft model in a plan if --weights says so, or by default if they fit."""
+    if choice == "float32" and not isinstance(checkpoint, Checkpoint):
         raise BadValueError(
-            "--weights is 'float32'; mlx-lm's class computes this model, with weights as they are stored"
+            "--weights is 'float32'; this model runs as mlx-lm's class, with weights as they are stored"
         )
-    if wanted == "float32" and machine.device != "cpu":
+    if choice == "float32" and machine.device != "cpu":
         raise BadValueError("--weights is 'float32'; a GPU multiplies quantized weights as they are stored")
-    if wanted == "packed" and isinstance(checkpoint, Checkpoint) and not checkpoint.is_packed:
+    if choice == "packed" and isinstance(checkpoint, Checkpoint) and not checkpoint.is_packed:
         raise BadValueError("--weights is 'packed'; this model's weights are not quantized")
-    if wanted == "float32":
+    if choice == "float32":
         return unpacked(checkpoint, settings)
-    if wanted == "packed":
+    if choice == "packed":
         return checkpoint, settings
     tokens = tokens_asked(checkpoint, max_kv_size)
     with named_format(settings):
@@ -95,9 +93,7 @@ def ranks_that_fit(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """The plan of a run on several machines, which is refused with a ContextError if it does not fit into
-    each.
-    """
+    """Plan a run on several machines; raise a ContextError if it does not fit into each of them."""
     made = ranks_for(checkpoint, settings, max_kv_size, machines, parallel)
     if not made.fits:
         rank = made.fullest
@@ -106,7 +102,7 @@ def ranks_that_fit(
             made.plans[rank], made.machines[rank], f" on rank {rank} of {len(made.plans)}{layers}"
         )
         longest = longest_by_bits(
-            settings, lambda own: RankPlanner(checkpoint, machines, made.parallel, own).longest()
+            settings, lambda changed: RankPlanner(checkpoint, machines, made.parallel, changed).longest()
         )
         raise ContextError(f"{line}; {what_fits(made.plans[0], longest)}")
     return made
@@ -119,14 +115,14 @@ def ranks_for(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """:func:`kvant.plan.fitting.plan_ranks` by the flags, which an error names."""
+    """Call :func:`kvant.plan.fitting.plan_ranks`; errors name the flags."""
     tokens = tokens_asked(checkpoint, max_kv_size)
     with named_format(settings):
         return plan_ranks(checkpoint, settings, tokens, machines, parallel)
 
 
 def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
-    """The tokens to reserve; None: as many as fit. More than the model's context are refused."""
+    """Return the tokens to reserve, or None for as many as fit; refuse more than the model's context."""
     context = checkpoint.config.max_position_embeddings
     if isinstance(max_kv_size, int) and context is not None and max_kv_size > context:
         raise ContextError(f"--max-kv-size is {max_kv_size}; the model's context is {context} tokens")
@@ -140,35 +136,33 @@ def tokens_asked(checkpoint: AnyCheckpoint, max_kv_size: KvSize) -> int | None:
 def with_checkpoints(
     run: RunOptions, checkpoint: AnyCheckpoint, sequences: int | None, *, talks: bool = False
 ) -> CacheOptions:
-    """The format of a run's caches; without --checkpoints a pool has some, and a conversation (``talks``)."""
+    """Return a run's cache options. By default pools and conversations (``talks``) get some checkpoints."""
     is_divided = talks and guard() is not None
     if run.checkpoints is None:
-        wanted = default_checkpoints(checkpoint, run.cache, None if talks else sequences or 0)
-        return replace(run.cache, checkpoints=0 if is_divided else wanted)
+        default = default_checkpoints(checkpoint, run.cache, None if talks else sequences or 0)
+        return replace(run.cache, checkpoints=0 if is_divided else default)
     if run.checkpoints and not needs_checkpoints(checkpoint, run.cache):
         raise BadValueError(
-            f"--checkpoints is {run.checkpoints}; this model has no windows and no states, and its cache no "
-            f"exact tail: others go on from any place"
+            f"--checkpoints is {run.checkpoints}; this model needs none: it has no windows and no states, "
+            "and its cache has no exact tail"
         )
     if run.checkpoints and is_divided:
         raise BadValueError(
-            f"--checkpoints is {run.checkpoints}; a conversation over several ranks goes back to nothing"
+            f"--checkpoints is {run.checkpoints}; a conversation on several ranks cannot go back"
         )
     return run.cache
 
 
 def named_format(settings: Settings) -> AbstractContextManager[None]:
-    """A ValueError in the block is of the cache's format: it becomes a BadValueError that begins with its
-    flags.
-    """
-    own = settings.cache
-    tuned = None if own.kv_format is None else f"--kv-format {own.kv_format.path}"
-    group = "" if own.kv_group_size is None else f" --kv-group-size {own.kv_group_size}"
-    return named(tuned or f"--kv-bits {own.kv_bits}{group}")
+    """Turn a ValueError about the cache's format into a BadValueError that begins with its flags."""
+    cache = settings.cache
+    tuned = None if cache.kv_format is None else f"--kv-format {cache.kv_format.path}"
+    group = "" if cache.kv_group_size is None else f" --kv-group-size {cache.kv_group_size}"
+    return named(tuned or f"--kv-bits {cache.kv_bits}{group}")
 
 
 def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
-    """A plan that does not fit, in a line; ``on``: which machine, of several."""
+    """Describe a plan that does not fit; ``on`` names one of several machines."""
     parts = {
         "weights": made.weights,
         "cache": made.cache,
@@ -196,15 +190,14 @@ def describe_layers(layers: range) -> str:
 
 
 def what_fits(made: MemoryPlan, longest: Mapping[int, LongestContext]) -> str:
-    """The flags that would make a plan fit, or that none would; ``longest`` is by bits of the cache."""
-    found = {bits or 16: one.tokens for bits, one in longest.items()}
-    own = made.settings.cache.kv_bits or 16
-    ways = [f"--max-kv-size {found[own]}"] if found[own] else []
-    ways += [f"--kv-bits {bits}" for bits, fits in found.items() if bits < own and fits >= made.max_kv_size][
-        :1
-    ]
-    if not ways and own > 4 and found.get(4):
-        ways = [f"--kv-bits 4 --max-kv-size {found[4]}"]
+    """Return the flags that would make a plan fit, if any; ``longest`` is by bits of the cache."""
+    tokens = {bits or 16: one.tokens for bits, one in longest.items()}
+    bits_now = made.settings.cache.kv_bits or 16
+    ways = [f"--max-kv-size {tokens[bits_now]}"] if tokens[bits_now] else []
+    enough = (bits for bits, fits in tokens.items() if bits < bits_now and fits >= made.max_kv_size)
+    ways += [f"--kv-bits {bits}" for bits in enough][:1]
+    if not ways and bits_now > 4 and tokens.get(4):
+        ways = [f"--kv-bits 4 --max-kv-size {tokens[4]}"]
     if ways:
         return f"{' or '.join(ways)} would fit"
     return (

@@ -1,4 +1,4 @@
-"""``kvant generate``: one prompt, one text; or several texts, or the prompts of a file."""
+"""``kvant generate``: answer one prompt, once or several times, or the prompts of a file."""
 
 import sys
 from dataclasses import replace
@@ -24,8 +24,8 @@ from kvant.cli.terminal import say
 from kvant.engine.sampler import greedy
 from kvant.engine.sampling import SamplingOptions
 
-SEQUENCES = 8  # at once, unless --sequences says how many
-MAX_ANSWERS = 10_000  # of --n
+SEQUENCES = 8  # default of --sequences
+MAX_ANSWERS = 10_000  # limit of --n
 
 
 @options.with_options
@@ -90,13 +90,13 @@ def generate(
 ) -> None:
     """Answer one prompt, or the prompts of a file: text to standard output, statistics to standard error."""
     if ignore_chat_template:
-        for name, given in (
+        for name, value in (
             *((name, getattr(run, name)) for name in OF_THE_TEMPLATE),
             ("prefill_response", prefill),
         ):
-            if given is not None:
+            if value is not None:
                 flag = options.flag(name)
-                raise BadValueError(f"{flag} needs the chat template that --ignore-chat-template leaves out")
+                raise BadValueError(f"{flag} needs the chat template, which --ignore-chat-template disables")
     options.check_counts(n=n, sequences=sequences)
     if n > MAX_ANSWERS:
         raise BadValueError(f"--n is {n}; expected at most {MAX_ANSWERS}")
@@ -115,9 +115,9 @@ def generate(
         options.check_deterministic(run)
     if prompts_file is not None:
         one = {"--prompt": prompt, "--n": n if n > 1 else None, "--prefill-response": prefill}
-        for flag, given in (one | {"--prompt-cache-file": prompt_cache_file}).items():
-            if given is not None:
-                raise BadValueError(f"{flag} is {given!r:.80}; beside --prompts-file it is not supported")
+        for flag, value in (one | {"--prompt-cache-file": prompt_cache_file}).items():
+            if value is not None:
+                raise BadValueError(f"{flag} is {value!r:.80}; it is not supported with --prompts-file")
         model, text = split_arguments(words or (), prompts_file, "--prompts-file")
     else:
         model, text = split_arguments(words or (), prompt)
@@ -134,7 +134,7 @@ def generate(
     schema = None if json_schema is None else read_schema(json_schema)
     at_once = sequences or SEQUENCES
     hashes = prompt_cache_file is not None
-    if together:  # how much is reserved depends on the prompts
+    if together:  # the reservation depends on the prompts
         session = load_session(
             run, context.obj, sampling, max_kv_size=1, sequences=min(at_once, len(lines)), hashes=hashes
         )
@@ -143,7 +143,7 @@ def generate(
     drawn = drawn_seed() if sampling.seed is None else sampling.seed
     if session.sampling(sampling, drawn)[0] is greedy and n > 1:
         raise BadValueError(f"--n is {n}; with --temp 0 every answer is the same")
-    say(session.sampling_line + ", where a line says nothing else" * of_a_file, run.quiet)
+    say(session.sampling_line + ", unless a line says otherwise" * of_a_file, run.quiet)
     grammars = None if schema is None else SchemaGrammars(session, schema)
     questions = [
         prepare(session, run, line, drawn, plain=ignore_chat_template, begun=prefill, schema=grammars)
@@ -151,7 +151,7 @@ def generate(
     ]
     if grammars is not None:
         grammars.close()
-    # On a terminal the answers of a file themselves say how far it is.
+    # On a terminal the answers of a file show the progress themselves.
     quiet = run.quiet or (of_a_file and sys.stdout.isatty())
     with LateProgress("answering" if of_a_file else "reading the prompt", quiet=quiet) as progress:
         answers = answer(
@@ -167,7 +167,7 @@ def generate(
         output = AnswerOutput(
             session, run, questions, n, prefill or "", json_lines=json_lines, of_a_file=of_a_file
         )
-        kept: ModelCache | None = None
+        last_cache: ModelCache | None = None
         try:
             for number, response in answers:
                 if of_a_file:
@@ -176,9 +176,9 @@ def generate(
                     progress.stop()
                 output.write(number, response)
                 if number == n * len(questions) - 1:
-                    kept = response.cache if together else session.cache
-            if prompt_cache_file is not None and kept is not None:
-                kept.save(prompt_cache_file)
+                    last_cache = response.cache if together else session.cache
+            if prompt_cache_file is not None and last_cache is not None:
+                last_cache.save(prompt_cache_file)
         finally:
             progress.stop()
             output.end()

@@ -1,10 +1,10 @@
-"""The help of a command: its flags in groups, so that the few that most people need come first."""
+"""Group the flags in a command's help, so that the few that most people need come first."""
 
 from typing import Any
 
 from typer.core import TyperCommand
 
-# By parameter; a flag that is in no group here is among the common ones.
+# By parameter; flags that are not listed here are common options.
 GROUPS = {
     "Sampling options": (
         "temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold",
@@ -25,14 +25,14 @@ GROUPS = {
     ),
 }  # fmt: skip
 COMMON = "Common options"
-GROUPED = ("generate", "chat", "serve")  # commands with this help
+GROUPED = ("generate", "chat", "serve")  # commands with grouped help
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its flags by :data:`GROUPS`, in the order that they have there."""
+    """A command whose help lists flags by :data:`GROUPS`, in the same order."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, and then the flags, a section for each group."""
+        """Write the arguments, then the flags in a section per group."""
         order = {name: (title, place) for title, names in GROUPS.items() for place, name in enumerate(names)}
         sections: dict[str, list[tuple[int, tuple[str, str]]]] = {
             title: [] for title in ("Arguments", COMMON, *GROUPS)

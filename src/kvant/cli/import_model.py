@@ -1,4 +1,4 @@
-"""``kvant import``: a GGUF file to a model folder."""
+"""``kvant import``: convert a GGUF file to a model folder."""
 
 import re
 import signal
@@ -32,7 +32,7 @@ def import_model(
     ],
     *,
     name: Annotated[
-        str | None, typer.Option(help="The name to use it by; default: that of the file, or of Ollama.")
+        str | None, typer.Option(help="The new model's name; default: the file's, or Ollama's.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -47,7 +47,7 @@ def import_model(
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Make a model folder of a GGUF file; print the folder.
+    """Make a model folder from a GGUF file; print the folder.
 
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and floats keep their values exactly. Q4_K and Q5_K have their scales
     rounded to float16. Q6_K is quantized to 8 bits again. Other types are refused.
@@ -55,18 +55,20 @@ def import_model(
     options.check_text(source=str(source), name=name)
     if name is not None and output is not None:
         raise BadValueError(
-            f"--name {name!r:.40} names a model of kvant's own folder; leave out --output or --name"
+            f"--name {name!r:.40} names a model in kvant's own folder; leave out --output or --name"
         )
-    path, found = source, source.stem
+    path = source
+    default_name = source.stem
     if str(source).startswith(OLLAMA):
-        found, path = find_ollama(str(source).removeprefix(OLLAMA))
+        default_name, path = find_ollama(str(source).removeprefix(OLLAMA))
     dest = output
     if dest is None:
         with options.named("--name" if name is not None else "the file's name"):
-            dest = place_for(NOT_OF_A_NAME.sub("-", found.lower()).strip("-.") if name is None else name)
-    for part in remove_leftovers(dest):
-        say(f"{part}: removed; an import that was killed had left it", quiet)
-    signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
+            valid_name = NOT_OF_A_NAME.sub("-", default_name.lower()).strip("-.")
+            dest = place_for(valid_name if name is None else name)
+    for leftover in remove_leftovers(dest):
+        say(f"{leftover}: removed; an interrupted import had left it", quiet)
+    signal.signal(signal.SIGTERM, interrupts.leave)  # leave nothing half-written, like Ctrl-C
     with interrupts.patient(), LateProgress("importing", quiet=quiet) as progress:
         census = import_gguf(path, dest, progress.update)
     before = sum(row.bytes_before for row in census)
@@ -82,8 +84,7 @@ def import_model(
             raise ConvertError(f"{dest} is imported, but it was not checked: {error}") from error
         say(
             f"KLD of the import from the file's values: {figures.mean_kld_nats:.2g} nats, the same likeliest "
-            f"token in "
-            f"{100 * figures.top1:.2f} % of {figures.positions} places",
+            f"token in {100 * figures.top1:.2f} % of {figures.positions} places",
             quiet,
         )
     print(dest)

@@ -1,7 +1,7 @@
-"""Ctrl-C while a command runs: KeyboardInterrupt. Where nothing reacts to it, the process ends after 0.2 s.
+"""Handle Ctrl-C during a command: raise KeyboardInterrupt, and end the process if nothing reacts for 0.2 s.
 
-Python handles a signal between two of its own operations, and one operation of MLX can take seconds. So a
-second thread waits for the signal.
+Python handles signals between its own operations, but one operation of MLX can take seconds. So a second
+thread waits for the signal.
 """
 
 import os
@@ -22,16 +22,14 @@ Handler = Callable[[int, FrameType | None], None]
 
 _early: Handler | None = None
 _reacted = threading.Event()
-_patience = 0  # above 0: something may take as long as it needs
-_deferring = 0  # above 0: KeyboardInterrupt waits
-_waiting = False  # one does
-_at_deadline: list[Callable[[], None]] = []  # what is done before the process ends by itself
+_patience = 0  # above 0: the deadline is suspended
+_deferring = 0  # above 0: KeyboardInterrupt is postponed
+_is_pending = False  # whether one was postponed
+_at_deadline: list[Callable[[], None]] = []  # called before the process ends at the deadline
 
 
 def begin(early: Handler | None) -> None:
-    """Raise KeyboardInterrupt from here on, with the deadline, in place of the handler that ends a
-    starting command.
-    """
+    """Raise KeyboardInterrupt from now on, with the deadline; ``early`` is the handler used until now."""
     global _early
     if early is None or signal.getsignal(signal.SIGINT) is not early:
         return
@@ -44,14 +42,14 @@ def begin(early: Handler | None) -> None:
 
 
 def finish() -> None:
-    """End at once from here on: nothing is left to do."""
+    """End at once on Ctrl-C from now on, since nothing is left to do."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, _early)
 
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """No deadline inside: a half-written folder is removed first, or the program goes on."""
+    """Suspend the deadline: something must be cleaned up, or the program continues after Ctrl-C."""
     global _patience
     _patience += 1
     try:
@@ -62,30 +60,26 @@ def patient() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Ctrl-C inside is a KeyboardInterrupt at the end: something is done whole or not at all. For the main
-    thread.
-    """
-    global _deferring, _waiting
+    """Postpone KeyboardInterrupt to the end of the block, so that it runs completely. Main thread only."""
+    global _deferring, _is_pending
     _deferring += 1
     try:
         yield
     finally:
         _deferring -= 1
-        if _waiting and not _deferring:
-            _waiting = False
+        if _is_pending and not _deferring:
+            _is_pending = False
             raise KeyboardInterrupt
 
 
 def at_deadline(act: Callable[[], None]) -> None:
-    """From here on ``act`` is done first if the process ends at the deadline. It may run in another
-    thread.
-    """
+    """Call ``act``, maybe in another thread, before the process ends at the deadline."""
     _at_deadline.append(act)
 
 
 @contextmanager
 def restoring(act: Callable[[], None]) -> Iterator[None]:
-    """Inside, ``act`` is done as by :func:`at_deadline`: it puts the terminal back."""
+    """Inside the block, restore the terminal with ``act`` before the process ends at the deadline."""
     _at_deadline.append(act)
     try:
         yield
@@ -94,15 +88,15 @@ def restoring(act: Callable[[], None]) -> Iterator[None]:
 
 
 def leave(number: int, frame: object) -> NoReturn:
-    """Handle a signal: end as a command does, so that what was begun is undone or saved."""
+    """Handle a signal by exiting like a command, so that what was begun is undone or saved."""
     sys.exit(128 + number)
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    global _waiting
+    global _is_pending
     _reacted.set()
     if _deferring:
-        _waiting = True
+        _is_pending = True
     else:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""``kvant launch``: MLX's own launcher, mlx.launch, for a command of kvant's."""
+"""``kvant launch``: run a command of kvant with MLX's launcher, mlx.launch."""
 
 import array
 import fcntl
@@ -19,8 +19,8 @@ from kvant.ranks.environment import LAUNCHER
 from kvant.ranks.launcher import free_ports, read_hosts, run_launcher
 
 MAX_RANKS = 64
-# As the console script starts: before the package loads libraries Ctrl-C is taken over, and the folder that
-# the command runs in is not searched for modules.
+# Like the console script, this handles Ctrl-C before the package loads libraries, and does not import modules
+# from the current folder.
 START = ("-P", "-c", "from kvant_command import main; main()")
 
 
@@ -64,38 +64,36 @@ def launch(
 ) -> None:
     """Run a command as ranks: `kvant launch -n 2 -- generate "Hello"`, or `--hostfile hosts.json`.
 
-    Rank 0 is the command that you see. mlx.launch starts it and the others, by ssh on other machines. The
-    exit code is rank 0's, and never 0 if another rank failed.
+    Rank 0 is the command that you see. mlx.launch starts it and the others, with ssh on other machines. The
+    exit code is rank 0's, but never 0 if another rank failed.
     """
     words = command[1:] if command and os.path.basename(command[0]) == "kvant" else command
     if not words or words[0] not in COMMANDS:
-        found = (
-            f"{words[0]!r} is no command that runs on several machines" if words else "no command after --"
-        )
+        problem = f"{words[0]!r} cannot run on several machines" if words else "no command after --"
         near = did_you_mean(words[0], COMMANDS) if words else ""
-        raise BadValueError(f"{found}; expected one of {', '.join(COMMANDS)}{near}")
+        raise BadValueError(f"{problem}; expected one of {', '.join(COMMANDS)}{near}")
     if (ranks is None) == (hostfile is None):
         raise BadValueError(f"{'both' if hostfile else 'neither'} -n and --hostfile; expected one of them")
     if ranks is not None and not 1 <= ranks <= MAX_RANKS:
         raise BadValueError(f"--ranks is {ranks}; expected 1 to {MAX_RANKS}")
     if words[0] == "generate" and _has_input():
         raise BadValueError(
-            "standard input reaches no rank; expected the prompt as an argument or with --prompt"
+            "the ranks cannot read standard input; expected the prompt as an argument or with --prompt"
         )
     if hostfile is not None:
         read_hosts(hostfile)
     elif ranks is not None:
         env = [f"{LAUNCHER}={os.getpid()}", *(env or [])]
-        # the guard's is below
+        # the guard uses the port below
         starting_port = free_ports(1 + ranks) + 1 if starting_port is None else starting_port
-    given = {"repeat-hosts": ranks, "hostfile": hostfile, "backend": backend, "starting-port": starting_port}
-    flags = [f"--{name}={value}" for name, value in (given | {"cwd": cwd}).items() if value is not None]
+    values = {"repeat-hosts": ranks, "hostfile": hostfile, "backend": backend, "starting-port": starting_port}
+    flags = [f"--{name}={value}" for name, value in (values | {"cwd": cwd}).items() if value is not None]
     flags += [f"--env={text}" for text in env or []]
     arguments = [*flags, f"--python={python or sys.executable}", "--", *START, *words]
     try:
         with interrupts.patient():
             codes = run_launcher(arguments, talks=words[0] == "chat")
-    except ValueError as error:  # MLX's, of a flag
+    except ValueError as error:  # from MLX, about a flag
         raise BadValueError(str(error)) from error
     first = codes.get(0, 1)
     if code := 128 - first if first < 0 else first or int(any(codes.values())):
@@ -104,6 +102,6 @@ def launch(
 
 def _has_input() -> bool:
     waiting = array.array("i", [0])
-    with suppress(OSError):  # no pipe and no file
+    with suppress(OSError):  # neither a pipe nor a file
         fcntl.ioctl(0, termios.FIONREAD, waiting)
     return waiting[0] > 0 and not os.isatty(0)

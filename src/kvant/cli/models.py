@@ -1,4 +1,4 @@
-"""``kvant models``: known and pulled models, and the size of their caches."""
+"""``kvant models``: list known and pulled models with the size of their caches."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -30,23 +30,23 @@ GROUP = 32  # values that share a float16 scale
 CACHE_BITS = (16, *PACKINGS)
 CACHE_TOKENS = 4096
 CACHE_COLUMN = "cache for\n4k tokens"
-MAX_COUNT = 10**8  # no model has more heads, layers or tokens; a config of the hub may say anything
+MAX_COUNT = 10**8  # more heads, layers or tokens than any model has; a config may contain anything
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model. None stands for an unknown value."""
+    """A model. None: unknown."""
 
     name: str
-    bytes: int  # of all its files that are known
-    context: int | None  # in tokens
+    bytes: int  # of all known files
+    context: int | None  # tokens
     # by bits of a value; below 16 in groups of 32 with float16 scales
     cache_bytes_per_token: dict[int, float] | None
     license: str | None
-    here: str  # "embedded", "yes", "no", or "changed" since it was verified; only the first two can be loaded
-    way: str | None  # "native": kvant's decoder; "bridged": mlx-lm's class, with kvant's cache; or "refused"
-    problem: str | None = None  # the change, or why it is refused
-    fits_here: bool | None = None  # by its memory plan, with a cache for CACHE_TOKENS at 8 bits
+    here: str  # "embedded", "yes", "no", or "changed" since verified; only the first two can be loaded
+    way: str | None  # "native": kvant's decoder; "bridged": mlx-lm's class with kvant's cache; or "refused"
+    problem: str | None = None  # what has changed, or why it is refused
+    fits_here: bool | None = None  # according to its memory plan, with a cache for CACHE_TOKENS at 8 bits
 
 
 def models(
@@ -95,8 +95,7 @@ def _table(rows: list[Row]) -> "Iterator[RenderableType]":
     )
     yield (
         f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, "
-        f"kvant's cache "
-        "(--architectures names them)"
+        "kvant's cache (--architectures names them)"
     )
     for row in rows:
         if row.problem is not None:
@@ -107,7 +106,7 @@ def _rows() -> list[Row]:
     pocket = find_model(POCKET)
     size = sum(path.stat().st_size for path in pocket.iterdir() if path.suffix in (".json", ".safetensors"))
     rows = [_row(POCKET, read_json(pocket / "config.json"), "MIT", size, "embedded")]
-    here = {reference: found for found in weights.pulled() for reference in found.references}
+    here = {reference: pulled for pulled in weights.pulled() for reference in pulled.references}
     imported = imported_models()
     licenses = {name: packaged.license for name, packaged in packaged_models().items()}
     for name, packaged in packaged_models().items():
@@ -118,8 +117,8 @@ def _rows() -> list[Row]:
     for name, model in weights.known_models().items():
         size = sum(file.bytes for file in model.files if file.bytes is not None)
         rows.append(_row(name, model.config, model.license, size, "no", here.pop(name, None)))
-    for reference, found in here.items():
-        rows.append(_row(reference, _config_of(found.folder), None, 0, "yes", found))
+    for reference, pulled in here.items():
+        rows.append(_row(reference, _config_of(pulled.folder), None, 0, "yes", pulled))
     return rows
 
 
@@ -140,7 +139,8 @@ def _row(
 ) -> Row:
     way, problem = way_of(config)
     if pulled is not None:
-        size, here = sum(file.bytes for file in pulled.files.values()), "changed" if pulled.problem else "yes"
+        size = sum(file.bytes for file in pulled.files.values())
+        here = "changed" if pulled.problem else "yes"
         problem = pulled.problem or problem
     context = _count(config, "max_position_embeddings")
     fits = _fits(config, size, context) if way == "native" else None
@@ -148,7 +148,7 @@ def _row(
 
 
 def _fits(config: Mapping[str, Any], size: int, context: int | None) -> bool | None:
-    """Whether a model fits into this machine's memory by its plan; None: there is no plan for it."""
+    """Whether a model's plan fits into this machine's memory; None if it cannot be planned."""
     try:
         planned = plan(Checkpoint.from_facts(config, size or None), max_kv_size=_tokens(context))
     except (ModelError, ValueError):
@@ -157,12 +157,12 @@ def _fits(config: Mapping[str, Any], size: int, context: int | None) -> bool | N
 
 
 def _tokens(context: int | None) -> int:
-    """The tokens of the cache in the table: of a shorter context no more than that has."""
+    """Return the tokens of the table's cache, limited by the model's context."""
     return min(CACHE_TOKENS, context or CACHE_TOKENS)
 
 
 def way_of(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Which way a config.json goes, and why where it is refused; None: nothing is known of it."""
+    """Return how a config.json is run, and why it is refused; None: the config is empty."""
     if not config:
         return None, None
     try:
@@ -176,7 +176,7 @@ def way_of(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _bridged() -> list[str]:
-    """The names in config.json of the architectures that mlx-lm's classes compute."""
+    """Return the architectures that run as mlx-lm's classes, by their names in config.json."""
     known = {name for name, module in REMAPPED.items() if module in ALLOWED}
     return sorted((ALLOWED | known) - ARCHITECTURES.keys(), key=str.lower)
 
@@ -189,7 +189,7 @@ def _architectures() -> list[dict[str, str | None]]:
 
 
 def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:
-    """Bytes a cached token takes, by bits of a value; None where the config does not say its shape."""
+    """Return the bytes of a cached token by bits of a value; None if the config lacks the shape."""
     layers, heads, hidden = (
         _count(config, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
@@ -204,6 +204,6 @@ def cache_bytes(config: Mapping[str, Any]) -> dict[int, float] | None:
 
 
 def _count(config: Mapping[str, Any], key: str) -> int | None:
-    """A positive number of the config; None where it is anything else."""
+    """Read a positive number of the config; return None for anything else."""
     value = config.get(key)
     return value if type(value) is int and 0 < value <= MAX_COUNT else None

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the checks of their values. Names and defaults follow mlx-lm."""
+"""Flags that several commands share, and checks of their values. Names and defaults follow mlx-lm."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ import typer
 from kvant.cache.disk import DiskCache
 from kvant.cache.options import BITS_IN_WORDS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE
-from kvant.cli.defaults import BadValueError as BadValueError  # here for the commands
+from kvant.cli.defaults import BadValueError as BadValueError  # re-exported for the commands
 from kvant.cli.defaults import Defaults, settings_used, source_of
 from kvant.engine.drafts import Source
 from kvant.engine.load import POCKET
@@ -28,9 +28,7 @@ from kvant.operators.dispatch import VARIABLE, choose
 
 @contextmanager
 def named(flag: str) -> Iterator[None]:
-    """A ValueError in the block becomes a BadValueError that begins with the flag; kvant's own errors
-    pass.
-    """
+    """Turn a ValueError into a BadValueError that begins with the flag; kvant's own errors pass."""
     try:
         yield
     except KvantError:
@@ -45,7 +43,7 @@ KvSize = int | Literal["auto"] | None  # tokens; as many as fit; the default
 
 
 def _use_preset(context: typer.Context, name: str | None) -> str | None:
-    if name is not None and not context.resilient_parsing:  # it completes a line, and nothing is run
+    if name is not None and not context.resilient_parsing:  # true while a shell completes a line
         defaults = context.default_map
         assert isinstance(defaults, Defaults)
         defaults.use(name)
@@ -53,7 +51,7 @@ def _use_preset(context: typer.Context, name: str | None) -> str | None:
 
 
 def complete_models(incomplete: str) -> list[str]:
-    """Names that a shell completes: those of `kvant models`, and repositories that were pulled."""
+    """Return names for shell completion: those of `kvant models`, and pulled repositories."""
     from kvant.weights.imported import model_names
     from kvant.weights.lock import read_locks
 
@@ -88,7 +86,7 @@ AdapterPath = Annotated[
     str | None,
     typer.Option(help="Apply the LoRA or DoRA adapter in this folder, which mlx_lm.lora wrote."),
 ]
-# the first that fits is proposed
+# the first that fits is used
 PARALLEL: tuple[Literal["pipeline", "tensor"], ...] = ("pipeline", "tensor")
 PrefillStepSize = Annotated[
     int, typer.Option(help="Read the prompt in chunks of this many tokens; fewer take less memory.")
@@ -137,11 +135,9 @@ LogitBias = Annotated[
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The flags of a command that runs a model, beside those of sampling: for config file and presets,
-    too.
-    """
+    """The flags of a command that runs a model, without sampling; also in the config file and presets."""
 
-    # Which model.
+    # The model.
     model: Model = POCKET
     preset: Annotated[
         str | None,
@@ -153,7 +149,7 @@ class RunOptions:
         ),
     ] = None
     adapter_path: AdapterPath = None
-    # What is said to it, and what ends its answer.
+    # The prompt, and what ends the answer.
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-m", help="End the answer after this many tokens.")
     ] = 256
@@ -179,7 +175,7 @@ class RunOptions:
             metavar="JSON", help="Set variables of the chat template, such as '{\"enable_thinking\": false}'."
         ),
     ] = None
-    # How the cache stores tokens, how many, and how they are read and fed.
+    # The cache's format and size, and how tokens are read and fed.
     kv_bits: Annotated[
         int | None,
         typer.Option(help=f"Bits of each number in the cache: {BITS_IN_WORDS}; default: 8."),
@@ -239,7 +235,7 @@ class RunOptions:
             "free.",
         ),
     ] = None
-    # What drafts.
+    # Drafts.
     draft: Annotated[
         Source,
         typer.Option(
@@ -256,7 +252,7 @@ class RunOptions:
         ),
     ] = None
     num_draft_tokens: NumDraftTokens = None
-    # How it runs, and what is printed.
+    # How to run, and what to print.
     parallel: Annotated[
         str | None,
         typer.Option(
@@ -274,22 +270,22 @@ class RunOptions:
         typer.Option("--raw", help="Send control characters in the answer to the terminal as they are."),
     ] = False
     quiet: Quiet = False
-    # Of values that no flag gave: name -> value, and where it comes from, in words.
+    # Values that no flag set: name -> value, and a description of its source.
     origins: Mapping[str, tuple[Any, str]] = field(default_factory=dict, metadata={"flag": False})
-    cache: CacheOptions = field(init=False, metadata={"flag": False})  # what the flags of the cache say
+    cache: CacheOptions = field(init=False, metadata={"flag": False})  # made from the flags above
 
     def __post_init__(self) -> None:
         check_text(model=self.model, adapter_path=self.adapter_path, system_prompt=self.system_prompt)
         check_counts(max_tokens=self.max_tokens, prefill_step_size=self.prefill_step_size)
         for text in self.stop or ():
             check_text(stop=text)
-            if not text:  # it would end every text before it begins
+            if not text:  # would end every text before it begins
                 raise BadValueError("--stop is empty; expected a string")
         check_text(**{"--extra-eos-token": "".join(self.extra_eos_token or ())})
         template_variables(self.chat_template_config)
         if self.ignore_eos and self.extra_eos_token:
             raise BadValueError(
-                "--extra-eos-token ends a text, and --ignore-eos goes on past all that ends one"
+                "--extra-eos-token ends a text, and --ignore-eos continues past everything that ends one"
             )
         kv_size(self.max_kv_size)
         check_kernels(self.kernels)
@@ -312,9 +308,9 @@ class RunOptions:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The flags by name: on several ranks all have to be the same."""
-        given = {option.name: getattr(self, option.name) for option in flags(RunOptions)}
-        return given | {"kv_bits": self.cache.kv_bits}
+        """The flags by name, which must be the same on all ranks."""
+        values = {option.name: getattr(self, option.name) for option in flags(RunOptions)}
+        return values | {"kv_bits": self.cache.kv_bits}
 
 
 class Without(frozenset[str]):
@@ -326,10 +322,9 @@ def flag(name: str) -> str:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flags of its parameters that are dataclasses, one a field. It is called with the
-    dataclasses.
+    """Replace a command's dataclass parameters with one flag per field; call it with the dataclasses.
 
-    A field is annotated as a flag, or has its help in its metadata as those of SamplingOptions.
+    A field is annotated as a flag, or has its help in its metadata like those of SamplingOptions.
     """
     groups: dict[str, tuple[Any, list[Field[Any]]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -354,27 +349,27 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         try:
             if "logit_bias" in values:
                 values["logit_bias"] = _biases(values["logit_bias"])
-            for name, (group, taken) in groups.items():
-                given = {option.name: values.pop(option.name) for option in taken}
+            for name, (group, group_flags) in groups.items():
+                arguments = {option.name: values.pop(option.name) for option in group_flags}
                 if any(option.name == "origins" for option in fields(group)):
-                    given["origins"] = origins
-                values[name] = group(**given)
+                    arguments["origins"] = origins
+                values[name] = group(**arguments)
             command(context=context, **values)
         except (BadValueError, ArgumentError) as error:
-            said = error.worded(flag) if isinstance(error, ArgumentError) else error.message
+            message = error.worded(flag) if isinstance(error, ArgumentError) else error.message
             sources = [
                 f"{flag(name)} is from {source}"
                 for name, (_, source) in origins.items()
-                if flag(name) in said
+                if flag(name) in message
             ]
-            raise BadValueError("; ".join([said, *sources])) from error
+            raise BadValueError("; ".join([message, *sources])) from error
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 
 def flags(group: Any) -> list[Field[Any]]:
-    """The fields of a dataclass that are flags of a command."""
+    """Return the fields of a dataclass that are flags."""
     return [option for option in fields(group) if option.metadata.get("flag", True)]
 
 
@@ -384,7 +379,7 @@ def annotation(option: Field[Any]) -> Any:
 
 
 def choose_model(context: typer.Context, argument: str | None, option: Any) -> Any:
-    """The model, given as an argument or with --model."""
+    """Return the model from the argument or --model; refuse both."""
     check_text(model=argument or option)
     if argument is None:
         return option
@@ -399,14 +394,14 @@ def template_variables(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text, object_pairs_hook=unique_keys)
+        variables = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise BadValueError(
             f"--chat-template-config is {text[:80]!r}: not JSON: {one_line(error)}"
         ) from error
-    if not isinstance(found, dict):
-        raise BadValueError(f"--chat-template-config is {text[:80]!r}; expected an object of JSON")
-    return found
+    if not isinstance(variables, dict):
+        raise BadValueError(f"--chat-template-config is {text[:80]!r}; expected a JSON object")
+    return variables
 
 
 def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:
@@ -422,23 +417,23 @@ def _biases(texts: Sequence[str] | None) -> Mapping[int, float]:
 
 def whole_numbers(name: str, text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
         raise BadValueError(f"{name} is {text!r}; expected whole numbers between commas") from None
-    for number in found:
-        if found.count(number) > 1:
+    for number in numbers:
+        if numbers.count(number) > 1:
             raise BadValueError(f"{name} has {number} twice")
-    return found
+    return numbers
 
 
-def refuse(why: str, **given: object) -> None:
-    for name, value in given.items():
+def refuse(why: str, **values: object) -> None:
+    for name, value in values.items():
         if value is not None:
             raise BadValueError(f"{flag(name)} is {value}; {why}")
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuse a count below 1, or one that is no index of this machine, naming its flag."""
+    """Refuse a count below 1 or above the machine's largest index, naming its flag."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise BadValueError(f"{flag(name)} is {count}; expected at least 1")
@@ -447,7 +442,7 @@ def check_counts(**counts: int | None) -> None:
 
 
 def kv_size(text: str | None) -> KvSize:
-    """A --max-kv-size as it was written; one that is no count of tokens is a usage error."""
+    """Parse --max-kv-size."""
     if text is None or text == AUTO:
         return text
     try:
@@ -459,14 +454,14 @@ def kv_size(text: str | None) -> KvSize:
 
 
 def disk_cache(folder: str | None, size: str | None) -> DiskCache | None:
-    """The disk cache of --disk-cache and --disk-cache-size; None: there is none."""
+    """Make the disk cache of --disk-cache and --disk-cache-size, or None."""
     check_text(disk_cache=folder, disk_cache_size=size)
     if folder is None:
         if size is not None:
-            raise BadValueError(f"--disk-cache-size is {size[:80]!r}; expected it beside --disk-cache")
+            raise BadValueError(f"--disk-cache-size is {size[:80]!r}; expected --disk-cache with it")
         return None
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(MB|GB|TB)", size or "20GB")
-    if found is None or not (count := int(float(found[1]) * SIZES[found[2]])) >= SIZES["MB"]:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(MB|GB|TB)", size or "20GB")
+    if match is None or not (count := int(float(match[1]) * SIZES[match[2]])) >= SIZES["MB"]:
         raise BadValueError(
             f"--disk-cache-size is {(size or '')[:80]!r}; expected a size such as 500MB or 20GB"
         )
@@ -474,15 +469,15 @@ def disk_cache(folder: str | None, size: str | None) -> DiskCache | None:
 
 
 def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | None) -> None:
-    """Refuse --draft beside --draft-model, and a number of tokens out of range or without effect."""
+    """Refuse --draft with --draft-model, and a number of tokens out of range or without effect."""
     check_text(draft_model=draft_model)
     check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
     if draft_model is not None and draft != "none":
-        raise BadValueError(f"--draft is {draft}, and --draft-model drafts: expected one of the two")
+        raise BadValueError(f"--draft is {draft}, and --draft-model drafts too: expected one of the two")
 
 
 def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None:
-    """A --parallel as it was written; one that is none is a usage error."""
+    """Parse --parallel."""
     known = next((kind for kind in PARALLEL if kind == parallel), None)
     if known is None and parallel is not None:
         raise BadValueError(f"--parallel is {parallel!r}; expected {' or '.join(PARALLEL)}")
@@ -490,23 +485,21 @@ def check_parallel(parallel: str | None) -> Literal["pipeline", "tensor"] | None
 
 
 def check_deterministic(run: RunOptions) -> None:
-    """Refuse beside --deterministic short chunks, and drafts: a step of more tokens rounds differently."""
+    """Refuse short chunks and drafts with --deterministic: a step of more tokens rounds differently."""
     size = run.prefill_step_size
     if size < PAGE_SIZE:
         raise BadValueError(
             f"--prefill-step-size is {size}; --deterministic reads prompts in chunks of {PAGE_SIZE}"
         )
-    for flag, given in (("--draft", run.draft), ("--draft-model", run.draft_model)):
-        if given not in (None, "none"):
-            raise BadValueError(f"{flag} is {given:.80}; beside --deterministic it is not supported")
+    for flag, value in (("--draft", run.draft), ("--draft-model", run.draft_model)):
+        if value not in (None, "none"):
+            raise BadValueError(f"{flag} is {value:.80}; it is not supported with --deterministic")
 
 
 def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
-    """Refuse kernels, by default of KVANT_KERNELS, that cannot be had here; ``name`` is how the user named
-    them.
-    """
+    """Refuse kernels, by default those of KVANT_KERNELS, that do not work here; messages use ``name``."""
     if kernels is None and not os.environ.get(VARIABLE):
-        return  # nothing is asked for
+        return
     try:
         choose(kernels, name)
     except ValueError as error:
@@ -514,7 +507,7 @@ def check_kernels(kernels: str | None = None, name: str = "--kernels") -> None:
 
 
 def check_text(**texts: str | None) -> None:
-    """Refuse text that is no Unicode, such as bytes of another encoding on the command line."""
+    """Refuse text that is not Unicode, such as bytes of another encoding on the command line."""
     for name, text in texts.items():
         try:
             (text or "").encode()

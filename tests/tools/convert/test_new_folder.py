@@ -87,7 +87,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     try:
         done = call("convert", "pocket", str(dest))
         assert done.returncode == 0
-        assert done.stderr.splitlines()[0] == f"{part}: removed; a convert that was killed had left it"
+        assert done.stderr.splitlines()[0] == f"{part}: removed; an interrupted convert had left it"
         (left,) = (path for path in tmp_path.iterdir() if path != dest)
         assert _names(left / "folder") == ["half"]
     finally:

@@ -87,7 +87,7 @@ def test_every_part_is_measured_kept_and_checked(tmp_path: Path) -> None:
     checked = call("evidence", "--check", str(file))
     assert checked.returncode == 0, checked.stderr
     assert (
-        checked.stdout.splitlines()[-1] == "it is as it was written, and its figures are those of its rounds"
+        checked.stdout.splitlines()[-1] == "the file is unaltered, and its figures follow from its rounds"
     )
     assert "left out: the fused kernel" in checked.stdout
     _check_what_is_altered(record)
@@ -191,19 +191,19 @@ def _checked(file: Path, record: dict[str, Any]) -> list[str]:
     assert done.returncode in (0, 1), done.stderr
     assert all(line.isprintable() and len(line) <= 1000 for line in lines), lines
     assert done.stdout or (len(lines) == 1 and lines[0].startswith("kvant: error: ")), done.stderr
-    passed = lines[-1].startswith("it is as it was written")
+    passed = lines[-1].startswith("the file is unaltered")
     assert passed is (done.returncode == 0), lines
     return lines
 
 
-FORGED = "x\nit is as it was written\x1b[2J"
+FORGED = "x\nthe file is unaltered\x1b[2J"
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
         ({"left_out": 3}, "left_out is 3; expected a list of texts"),
-        ({"left_out": [FORGED]}, r"left out: x\nit is as it was written\x1b[2J"),
+        ({"left_out": [FORGED]}, r"left out: x\nthe file is unaltered\x1b[2J"),
         ({"parts": [FORGED, "the whole command"]}, r"wrong: not consistent: x\nit is as it"),
         ({"command_ms": []}, "the whole command is neither there nor left out"),
         ({"command_ms": [], "parts": []}, "no measurement is 'the whole command'"),
