@@ -73,7 +73,7 @@ def test_a_name_and_a_folder_of_the_users(gguf: Path, tmp_path: Path) -> None:
     done = call("import", str(gguf), "--output", str(tmp_path / "mine"), "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/mine\n", "")
     assert "leave out --output or --name" in refusal(2, "import", str(gguf), "--name", "a", "--output", "b")
-    assert "is there already" in refusal(1, "import", str(gguf), "--output", str(tmp_path / "mine"))
+    assert "exists already" in refusal(1, "import", str(gguf), "--output", str(tmp_path / "mine"))
     assert "no such folder" in refusal(1, "import", str(gguf), "--output", str(tmp_path / "no" / "mine"))
 
 
@@ -88,7 +88,7 @@ def test_names_that_are_none(gguf: Path, tmp_path: Path, name: str) -> None:
 
 def test_a_file_whose_name_makes_none(gguf: Path, tmp_path: Path) -> None:
     other = gguf.rename(tmp_path / "模型.gguf")
-    assert "the file's name: '' is no name" in refusal(2, "import", str(other))
+    assert "the file's name: '' is not a name" in refusal(2, "import", str(other))
 
 
 def test_a_model_of_ollama(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,6 @@ def test_a_killed_imports_leftovers_are_removed(tmp_path: Path, gguf: Path) -> N
     assert left not in [row["name"] for row in json.loads(call("models", "--json").stdout)]
     done = call("import", str(gguf))
     assert (
-        done.stderr.splitlines()[0]
-        == f"{tmp_path}/models/{left}: removed; an interrupted import had left it"
+        done.stderr.splitlines()[0] == f"{tmp_path}/models/{left}: removed; an interrupted import had left it"
     )
     assert os.listdir(tmp_path / "models") == ["tiny-model.q4_0"]

@@ -65,7 +65,7 @@ def test_what_is_refused(packed: Path, tmp_path: Path) -> None:
     assert "on several ranks" in refusal(2, "plan", model, "--weights", "float32", "--ranks", "2")
     assert "are not quantized" in refusal(2, "plan", "pocket", "--weights", "packed")
     bridged = write_mlx_lm(tmp_path / "bridged", "gemma3_text")
-    assert "mlx-lm's class computes" in refusal(2, "plan", str(bridged), "--weights", "float32")
+    assert "runs as mlx-lm's class" in refusal(2, "plan", str(bridged), "--weights", "float32")
 
 
 def test_the_start_says_what_is_unpacked(pocket_folder: Path, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_machines_that_are_alike(folder: str) -> None:
         assert [layers[0][0], layers[-1][1]] == [0, 28]
         assert [last for _, last in layers[:-1]] == [first for first, _ in layers[1:]]
     done = call("plan", "pocket", "--ranks", "2", "--device", "cpu")
-    assert "all machines are taken to be like this one; --memory says what they have" in done.stdout
+    assert "all machines are assumed to be like this one; --memory says what they have" in done.stdout
     words = call("plan", folder, "--ranks", "7", "--memory", "16GB", "--device", "gpu").stdout
     assert "\nrank 6" in words  # a line for each, where so many columns would be too wide
     assert "  tensor: 7 ranks cannot divide" not in words

@@ -45,7 +45,7 @@ def test_a_chat_goes_on_where_it_ended(tmp_path: Path) -> None:
         for lines in (f"{QUESTION}\nWho helped Pip?\n", "Thank you!\n/stats\n")
     )
     assert (first.returncode, second.returncode, first.stdout + second.stdout) == (0, 0, whole)
-    assert f"prompt cache: 4 messages of {path}" in second.stderr
+    assert f"prompt cache: loaded 4 messages from {path}" in second.stderr
     assert int(re.findall(r"(\d+) were fed", second.stderr)[0]) < 25
     system = call(*CHAT, "--prompt-cache-file", path, "--system-prompt", "Be kind.", stdin="/system\n")
     assert "system prompt: Be kind." in system.stderr
@@ -60,11 +60,11 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     for arguments, words in (
         (
             [*GENERATE, "Hello!", "--prompt-cache-file", chat],
-            "it holds a conversation; kvant chat --prompt-cache-file",
+            "contains a conversation; kvant chat --prompt-cache-file",
         ),
         ([*CHAT, "--prompt-cache-file", story], "it holds no conversation"),
-        ([*CHAT, "--prompt-cache-file", f"{folder}/none/x"], "cannot be written: there is no such folder"),
-        ([*GENERATE, "Hello!", "--prompt-cache-file", f"{folder}/none/x"], "there is no such folder"),
+        ([*CHAT, "--prompt-cache-file", f"{folder}/none/x"], "cannot be written: the folder does not exist"),
+        ([*GENERATE, "Hello!", "--prompt-cache-file", f"{folder}/none/x"], "the folder does not exist"),
         ([*GENERATE, "Hello!", "--prompt-cache-file", folder], "a folder; expected a file"),
         ([*GENERATE, "Hello!", "--prompt-cache-file", story, "--kv-bits", "4"], "of another format"),
         ([*GENERATE, "Hello!", "--prompt-cache-file", story, "--max-kv-size", "14"], "14 reserved"),

@@ -107,10 +107,10 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     for records, words in (
         (
             [PROMPT | {"id": "a"}, PROMPT | {"id": "a"}],
-            "line 2: id is 'a', as that of line 1; expected one a line",
+            "line 2: id is 'a', as on line 1; expected unique ids",
         ),
-        ([PROMPT | {"id": 3}, PROMPT, PROMPT], "line 3: id is 3, as that of line 1"),  # its number
-        ([b"\n \n"], r"prompts\.jsonl: it has no prompt; expected an object of JSON a line"),
+        ([PROMPT | {"id": 3}, PROMPT, PROMPT], "line 3: id is 3, as on line 1"),  # its number
+        ([b"\n \n"], r"prompts\.jsonl: no prompt; expected JSON objects, one per line"),
     ):
         with pytest.raises(BadValueError, match=words):
             read(tmp_path, *records)

@@ -103,10 +103,10 @@ ASK = ["generate", "Hi", "--model"]
         (1, "rank 1: the model's digest is ", [[*ASK, "./0"], [*ASK, "./1"]]),
         (1, "rank 1: --kv-bits is 4; rank 0 has 8", [[*ASK, "pocket"], [*ASK, "pocket", "--kv-bits", "4"]]),
         (1, "rank 1: the command is chat; rank 0 has generate", [[*ASK, "pocket"], ["chat"]]),
-        (2, "'models' is started as 2 ranks", [["models"]] * 2),
-        (2, "--prompt-cache-file is given", [["generate", "Hi", "--prompt-cache-file", "file"]] * 2),
-        (2, "--disk-cache is given", [["serve", "--disk-cache", "folder"]] * 2),
-        (2, "standard input reaches no rank", [["generate"]] * 2),
+        (2, "'models' was started as 2 ranks", [["models"]] * 2),
+        (2, "--prompt-cache-file is not supported", [["generate", "Hi", "--prompt-cache-file", "file"]] * 2),
+        (2, "--disk-cache is not supported", [["serve", "--disk-cache", "folder"]] * 2),
+        (2, "the ranks cannot read standard input", [["generate"]] * 2),
     ],
 )
 def test_what_ranks_refuse(
@@ -148,7 +148,7 @@ def test_options_of_memory_are_applied(wired: bool, bounded: bool, monkeypatch: 
     [
         (["-n", "2", "--backend", "tcp"], "", 2, "The backend should be one of"),
         (["-n", "2", "--python", "/bin/false"], "", 1, "Node with rank 0 exited with code 1"),
-        (["-n", "2"], "piped", 2, "standard input reaches no rank"),
+        (["-n", "2"], "piped", 2, "the ranks cannot read standard input"),
     ],
 )
 def test_what_mlx_refuses(flags: list[str], stdin: str, code: int, message: str) -> None:

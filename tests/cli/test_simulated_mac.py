@@ -189,7 +189,7 @@ def test_convert(mac: Mac, pocket_folder: Path, answer: str) -> None:
     assert not (mac.home / "Smaller" / "additional_chat_templates").exists()
     assert run("generate", QUESTION, "--model", "~/Smaller", *TWENTY).stdout == answer
     again = run("convert", str(folder), str(mac.home / "smaller"))
-    assert (again.returncode, "is there already" in again.stderr) == (1, True)
+    assert (again.returncode, "exists already" in again.stderr) == (1, True)
 
 
 def test_plan_and_doctor(mac: Mac) -> None:

@@ -341,7 +341,7 @@ def _removed(machine: Machine, model: str) -> int:
 
 def test_a_model_goes_with_its_record(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
     folder = machine.pull(REPOSITORY)
-    assert "nobody can be asked here; --yes removes it" in machine.refuses("rm", REPOSITORY, code=2)
+    assert "cannot ask without a terminal; --yes removes it" in machine.refuses("rm", REPOSITORY, code=2)
     assert machine.resolves() is None
     size = sum(len(files[path.name]) for path in folder.iterdir())
     assert _removed(machine, REPOSITORY) == size
@@ -405,7 +405,7 @@ def test_what_another_repository_shares_stays(machine: Machine, hub: Hub, files:
     assert _removed(machine, REPOSITORY) < 1_000_000
     assert shared.exists()
     assert machine.resolves(OTHER) is None
-    assert "5 files are as they were verified" in machine.run("pull", "--verify", OTHER).stderr
+    assert "5 files are unchanged since they were verified" in machine.run("pull", "--verify", OTHER).stderr
     assert _removed(machine, OTHER) > 12_000_000
 
 

@@ -1,4 +1,4 @@
-"""``kvant plan``: what a run takes and whether a machine has it, before a weight is read or downloaded."""
+"""``kvant plan``: plan a run's memory and whether a machine has it, before weights are read or downloaded."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ def plan(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Plan for a model on the cpu or the gpu; default: what MLX computes on here."),
+        typer.Option(help="Plan for a model on the cpu or the gpu; default: the device that MLX uses here."),
     ] = None,
     memory: Annotated[
         str | None,
@@ -92,7 +92,8 @@ def plan(
     ] = False,
 ) -> None:
     """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
-    model, draft_model = options.choose_model(context, model_argument, run.model), run.draft_model
+    model = options.choose_model(context, model_argument, run.model)
+    draft_model = run.draft_model
     options.check_counts(sequences=sequences)
     reserved = options.kv_size(run.max_kv_size)
     weight_format = _weight_format(weight_bits, weight_group_size)
@@ -115,7 +116,7 @@ def plan(
     if draft_model is not None:
         if count is not None:
             raise BadValueError(
-                f"--draft-model is {draft_model!r:.80}; several ranks draft from prompt and answer alone"
+                f"--draft-model is {draft_model!r:.80}; several ranks draft only from prompt and answer"
             )
         settings = replace(settings, draft_model=DraftModel(_checkpoint(draft_model, remote)))
     if count is not None:
@@ -125,25 +126,24 @@ def plan(
         note = (
             ""
             if sizes or running
-            else "all machines are taken to be like this one; --memory says what they have"
+            else "all machines are assumed to be like this one; --memory says what they have"
         )
         made = ranks_for(checkpoint, settings, reserved, machines, kind)
         of_ranks = {
             kind: _longest_of_ranks(checkpoint, settings, machines, kind) for kind in options.PARALLEL
         }
-        record, fits = ranks_record(model, checkpoint, made, of_ranks, names), made.fits
+        record = ranks_record(model, checkpoint, made, of_ranks, names)
+        fits = made.fits
         lines = ranks_lines(model, checkpoint, made, of_ranks, names, note)
     else:
         machine = machines[0]
         checkpoint, settings = with_weights(run.weights, checkpoint, settings, reserved, machine)
-        alone = plan_for(checkpoint, settings, reserved, machine)
+        single = plan_for(checkpoint, settings, reserved, machine)
         longest = longest_by_bits(settings, lambda chosen: longest_context(checkpoint, machine, chosen))
-        record, fits = (
-            plan_record(model, checkpoint, alone, machine, longest),
-            alone.total <= machine.limit_bytes,
-        )
+        record = plan_record(model, checkpoint, single, machine, longest)
+        fits = single.total <= machine.limit_bytes
         record |= {} if draft_model is None else {"draft_model": draft_model}
-        lines = plan_lines(model, checkpoint, alone, machine, longest)
+        lines = plan_lines(model, checkpoint, single, machine, longest)
     terminal.show(record, lines, as_json=as_json)
     if not fits:
         raise typer.Exit(DOES_NOT_FIT)
@@ -152,30 +152,30 @@ def plan(
 def _longest_of_ranks(
     checkpoint: AnyCheckpoint, settings: Settings, machines: Sequence[Machine], parallel: Parallel
 ) -> dict[int, LongestContext] | str:
-    """The longest context by bits; or why the model cannot be divided so."""
+    """Return the longest context by bits, or why the model cannot be divided like this."""
     try:
         return longest_by_bits(
-            settings, lambda own: RankPlanner(checkpoint, machines, parallel, own).longest()
+            settings, lambda changed: RankPlanner(checkpoint, machines, parallel, changed).longest()
         )
     except ModelError as error:
         return str(error)
 
 
 def _running_ranks(flags: Mapping[str, object]) -> list[Machine]:
-    """The machines of the ranks that run this command, on rank 0; nothing: one process runs it."""
+    """Return, on rank 0, the machines of the ranks that run this command; empty for a single process."""
     guard = processes.guard()
     if guard is None:
         return []
-    for flag, given in flags.items():
-        if given is not None:
-            raise BadValueError(f"{flag} is {given!r}; the ranks that run this command say what they have")
+    for flag, value in flags.items():
+        if value is not None:
+            raise BadValueError(f"{flag} is {value!r}; the running ranks report their own machines")
     machines = gather_machines(guard, this_machine())
     guard.wait_for_first()
     return machines
 
 
 def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | None:
-    """What weights are to be planned as converted to; None: as they are."""
+    """Return the format to which weights would be converted, or None."""
     if bits is None:
         if group_size is not None:
             raise BadValueError(
@@ -193,7 +193,7 @@ def _weight_format(bits: int | None, group_size: int | None) -> WeightFormat | N
 def _count(
     ranks: int | None, names: Sequence[str], sizes: Sequence[int], parallel: Parallel | None
 ) -> int | None:
-    """The number of machines; None: of one machine nothing was said."""
+    """Return the number of machines, or None for one machine."""
     if ranks is not None and names:
         raise BadValueError(f"--ranks is {ranks}, and --hostfile names the machines; expected one of the two")
     if ranks is not None and not 2 <= ranks <= MAX_RANKS:
@@ -221,9 +221,7 @@ def _machine(device: str | None, memory: int | None) -> Machine:
     try:
         return this_machine(chosen)
     except ValueError as error:
-        raise BadValueError(
-            f"--device gpu: {error}; --memory says how much the machine in mind has"
-        ) from error
+        raise BadValueError(f"--device gpu: {error}; --memory sets the memory of another machine") from error
 
 
 def _size(text: str) -> int:
@@ -236,9 +234,7 @@ def _size(text: str) -> int:
 
 
 def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
-    """What is known of a model: of a folder, of what the hub says, or of a listed name that was not
-    pulled.
-    """
+    """Read what is known of a model: from a folder, from the hub, or about a listed name."""
     from kvant import weights
     from kvant.weights.known import packaged_models
 
@@ -268,7 +264,7 @@ def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
 
 
 def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:
-    """Bytes of the safetensors files; None: not all of them are known."""
+    """Return the bytes of the safetensors files, or None if some are unknown."""
     tensors = {name: size for name, size in sizes.items() if name.endswith(".safetensors")}
     if "model.safetensors" in tensors:
         return tensors["model.safetensors"]

@@ -1,4 +1,4 @@
-"""Plans as JSON, and as tables: of one machine what each part is, of several the parts side by side."""
+"""Show plans as JSON and as tables: one machine's parts one below another, several machines' side by side."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -18,9 +18,9 @@ from kvant.plan import (
 from kvant.plan.memory import as_record, settings_record
 from kvant.sizes import format_bytes
 
-ACROSS = 5  # ranks that are side by side in a terminal of 80 columns; of more each has a line
+ACROSS = 5  # ranks that fit next to each other in 80 columns; more ranks have a line each
 Longest = Mapping[int, LongestContext]  # by bits of the cache; 0 is the compute dtype's 16 or 32
-LongestOfRanks = Mapping[Parallel, Longest | str]  # or why the model cannot be divided so
+LongestOfRanks = Mapping[Parallel, Longest | str]  # or why the model cannot be divided like this
 
 
 def plan_record(
@@ -39,27 +39,29 @@ def plan_record(
 def ranks_record(
     model: str, checkpoint: AnyCheckpoint, made: RankPlan, longest: LongestOfRanks, names: Sequence[str]
 ) -> dict[str, Any]:
-    """A plan of several machines for ``--json``; ``names``: of the machines, if they have any."""
+    """Make the JSON record of a plan for several machines; ``names`` are theirs, if they have any."""
     bits = _float_bits(checkpoint, made.machines[0])
     ranks = []
-    for rank, (own, machine, found) in enumerate(zip(made.plans, made.machines, made.longest(), strict=True)):
+    for rank, (one, machine, context) in enumerate(
+        zip(made.plans, made.machines, made.longest(), strict=True)
+    ):
         record: dict[str, Any] = {"rank": rank} | ({"host": names[rank]} if names else {})
         if made.layers is not None:
             record["layers"] = [made.layers[rank].start, made.layers[rank].stop]
         record |= {
-            "bytes": as_record(own),
+            "bytes": as_record(one),
             "machine": asdict(machine),
-            "fits": own.total <= machine.limit_bytes,
+            "fits": one.total <= machine.limit_bytes,
         }
-        ranks.append(record | {"longest_context": found.tokens})
+        ranks.append(record | {"longest_context": context.tokens})
     return {
         **_common(model, checkpoint, made.plans[0]),
         "parallel": made.parallel,
         "fits": made.fits,
         "ranks": ranks,
         "longest_context": {
-            kind: {"refused": found} if isinstance(found, str) else _by_bits(found, bits)
-            for kind, found in longest.items()
+            kind: {"refused": result} if isinstance(result, str) else _by_bits(result, bits)
+            for kind, result in longest.items()
         },
     }
 
@@ -67,7 +69,8 @@ def ranks_record(
 def plan_lines(
     model: str, checkpoint: AnyCheckpoint, made: MemoryPlan, machine: Machine, longest: Longest
 ) -> Iterator[str]:
-    settings, floats = made.settings, _float_bits(checkpoint, machine)
+    settings = made.settings
+    floats = _float_bits(checkpoint, machine)
     estimate = ", an estimate" if isinstance(checkpoint, BridgedCheckpoint) or machine.device != "cpu" else ""
     drafted = made.max_kv_size
     if settings.draft_model is not None:
@@ -84,9 +87,9 @@ def plan_lines(
         ("draft cache", made.draft_cache, f"{drafted} tokens, of each sequence"),
         ("prefill scratch", made.scratch, f"{settings.prefill_step_size} tokens at a time{estimate}"),
     ]
-    more = made.arrays - sum(count for _, count, _ in rows)  # so that the lines add up
+    more = made.arrays - sum(count for _, count, _ in rows)  # makes the lines add up
     rows += [
-        ("loading", more, "beyond these, before there is a cache: a matrix in several forms"),
+        ("loading", more, "more, before the cache is reserved: a matrix in several forms"),
         ("process", made.process, "interpreter, libraries, tokenizer"),
         ("total", made.total, ""),
         ("limit", machine.limit_bytes, machine.limit_source),
@@ -102,11 +105,11 @@ def plan_lines(
     else:
         yield f"does not fit: {format_bytes(-spare)} too much; {what_fits(made, longest)}"
     yield f"longest context that fits{_each(made)}:"
-    for bits, found in longest.items():
+    for bits, one in longest.items():
         ended = {"memory": "", "the model's context": ", the model's own"}.get(
-            found.ended_by, f", {found.ended_by}"
+            one.ended_by, f", {one.ended_by}"
         )
-        yield f"  {bits or floats:2} bits  {f'{found.tokens} tokens{ended}' if found.tokens else 'none'}"
+        yield f"  {bits or floats:2} bits  {f'{one.tokens} tokens{ended}' if one.tokens else 'none'}"
 
 
 def ranks_lines(
@@ -117,8 +120,10 @@ def ranks_lines(
     names: Sequence[str],
     note: str,
 ) -> Iterator[str]:
-    """A plan of several machines for people; ``note``: on them."""
-    first, machine, floats = made.plans[0], made.machines[0], _float_bits(checkpoint, made.machines[0])
+    """Return lines that show a plan for several machines, with a ``note`` about them."""
+    first = made.plans[0]
+    machine = made.machines[0]
+    floats = _float_bits(checkpoint, machine)
     yield f"{model} on {len(made.plans)} machines, --parallel {made.parallel}"
     yield _columns(made, names)
     cache = _describe_cache(first, first.settings.cache.kv_bits or floats)
@@ -146,21 +151,19 @@ def _columns(made: RankPlan, names: Sequence[str]) -> str:
     plans = made.plans
     rows = {"": [f"rank {rank}" for rank in range(len(plans))]}
     rows |= {"host": list(names)} if names else {}
-    rows |= {} if made.layers is None else {"layers": [describe_layers(own) for own in made.layers]}
-    sizes = {name: [getattr(own, name) for own in plans] for name in ("weights", "cache", "state", "scratch")}
-    sizes["loading"] = [own.arrays - sum(parts) for own, *parts in zip(plans, *sizes.values(), strict=True)]
-    sizes |= {name: [getattr(own, name) for own in plans] for name in ("process", "total")}
+    rows |= {} if made.layers is None else {"layers": [describe_layers(layers) for layers in made.layers]}
+    sizes = {name: [getattr(one, name) for one in plans] for name in ("weights", "cache", "state", "scratch")}
+    sizes["loading"] = [one.arrays - sum(parts) for one, *parts in zip(plans, *sizes.values(), strict=True)]
+    sizes |= {name: [getattr(one, name) for one in plans] for name in ("process", "total")}
     sizes["limit"] = [machine.limit_bytes for machine in made.machines]
     rows |= {name: [format_bytes(count) for count in counts] for name, counts in sizes.items() if any(counts)}
-    rows["longest"] = [f"{found.tokens or 'none'}" for found in made.longest()]
+    rows["longest"] = [f"{context.tokens or 'none'}" for context in made.longest()]
     across = [[name, *cells] for name, cells in rows.items()]
     return _aligned(across if len(plans) <= ACROSS else [*zip(*across, strict=True)])
 
 
 def _aligned(rows: Sequence[Sequence[str]], *, last_left: bool = False) -> str:
-    """Lines of cells, each as wide as its column; the first column, and the last if asked, begin at their
-    left.
-    """
+    """Align cells in columns: to the left in the first one, and if asked the last one, else to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = {0, len(widths) - 1} if last_left else {0}
     lines = (
@@ -184,11 +187,11 @@ def _common(model: str, checkpoint: AnyCheckpoint, made: MemoryPlan) -> dict[str
 
 
 def _by_bits(longest: Longest, float_bits: int) -> list[dict[str, Any]]:
-    return [{"bits": bits or float_bits, **asdict(found)} for bits, found in longest.items()]
+    return [{"bits": bits or float_bits, **asdict(one)} for bits, one in longest.items()]
 
 
 def _float_bits(checkpoint: AnyCheckpoint, machine: Machine) -> int:
-    """Of a number as it is computed with, and of a cache that is not quantized."""
+    """Return the bits of a number in computations, and in an unquantized cache."""
     return 8 * checkpoint.itemsize(on_cpu=machine.device == "cpu")
 
 
@@ -208,7 +211,7 @@ def _describe_weights(checkpoint: AnyCheckpoint, machine: Machine) -> str:
 
 
 def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:
-    """All experts are held, and a token reads few."""
+    """Describe the experts that a token reads; all of them are in memory."""
     if isinstance(checkpoint, BridgedCheckpoint):
         used = checkpoint.config.experts_used
         read = "" if used is None else f"{used} experts a layer"
@@ -220,17 +223,18 @@ def _describe_experts(checkpoint: AnyCheckpoint, made: MemoryPlan) -> str:
 
 def _describe_cache(made: MemoryPlan, bits: int) -> str:
     cache = made.settings.cache
-    kept = (
+    details = (
         f" in groups of {cache.kv_group_size}"
         if cache.kv_bits and cache.kv_group_size and not cache.kv_format
         else ""
     )
-    kept += ", with an exact tail" if cache.any_tail else ""
-    kept += f" and {cache.checkpoints} checkpoints" if cache.checkpoints else ""
+    details += ", with an exact tail" if cache.any_tail else ""
+    details += f" and {cache.checkpoints} checkpoints" if cache.checkpoints else ""
     if (count := made.settings.sequences) is None:
-        return f"{made.max_kv_size} tokens at {bits} bits{kept}"
+        return f"{made.max_kv_size} tokens at {bits} bits{details}"
     one = format_bytes(made.sequence)
-    return f"{count} sequences of {made.max_kv_size} tokens at {bits} bits{kept}; one more would add {one}"
+    text = f"{count} sequences of {made.max_kv_size} tokens at {bits} bits{details}"
+    return f"{text}; one more would add {one}"
 
 
 def _each(made: MemoryPlan) -> str:

@@ -1,4 +1,4 @@
-"""Progress on standard error: after a second of work, and only on a terminal."""
+"""Show progress on standard error after one second, if it is a terminal."""
 
 import sys
 import threading
@@ -9,12 +9,12 @@ DELAY_S = 1.0
 
 
 class LateProgress:
-    """A bar that appears when the work inside the ``with`` has lasted a second."""
+    """A bar that appears when the block has taken a second."""
 
     def __init__(self, description: str, *, quiet: bool = False) -> None:
         self._timer: threading.Timer | None = None
         if quiet or not sys.stderr.isatty():
-            return  # importing rich takes longer than the rest of the command's own start
+            return  # importing rich takes longer than the rest of the start
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -32,14 +32,14 @@ class LateProgress:
         return self
 
     def update(self, done: int, total: int) -> None:
-        """Say how much is done; done by the engine's callbacks."""
+        """Show how much is done; passed to the engine as a callback."""
         if self._timer:
-            counts = 0 < done < total  # before the first part and after the last one work goes on, too
+            counts = 0 < done < total  # something happens before the first part and after the last one, too
             self._task.total = total if counts else None
             self._bar.update(self._task.id, completed=done, count=f"{done}/{total}" if counts else "")
 
     def stop(self) -> None:
-        """Take the bar away, or see to it that none appears."""
+        """Remove the bar, or prevent it from appearing."""
         if self._timer:
             self._timer.cancel()
             self._timer.join()

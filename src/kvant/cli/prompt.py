@@ -1,4 +1,4 @@
-"""The prompt of ``kvant generate``: an argument, --prompt, piped text, or piped text before one of them."""
+"""Read the prompt of ``kvant generate``: an argument, --prompt, piped text, or piped text and one of them."""
 
 import shlex
 import sys
@@ -11,17 +11,15 @@ from kvant.cli.terminal import say
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import ModelError, PromptError
 
-MAX_BYTES = 256 * 1024 * 1024  # of prompts, piped or in a file
+MAX_BYTES = 256 * 1024 * 1024  # limit of prompts, piped or in a file
 MAX_QUOTED = 60  # characters of a prompt that an error repeats
-WAIT_S = 1.0  # for piped text, until it is said that something waits
+PATIENCE_S = 1.0  # time to wait for piped text before saying so
 
 
 def split_arguments(
     words: Sequence[str], option: str | None, flag: str = "--prompt"
 ) -> tuple[str | None, str | None]:
-    """The arguments as (model, prompt): one is the prompt, or the model beside ``flag``, whose value is
-    ``option``.
-    """
+    """Split arguments into (model, prompt). With ``flag``, whose value is ``option``, one is the model."""
     if len(words) > 2:
         raise BadValueError(f"{len(words)} arguments are given; {_in_quotes(words)}")
     if option is not None:
@@ -30,27 +28,27 @@ def split_arguments(
         return (words[0] if words else None), None
     if len(words) == 1 and is_a_models_name(words[0]):
         raise BadValueError(
-            f"{words[0]!r} is a model's name, and there is no prompt; one can be that with --prompt"
+            f"{words[0]!r} is a model's name, and there is no prompt; --prompt accepts it as one"
         )
     return (words[0] if len(words) == 2 else None), (words[-1] if words else None)
 
 
 def check_first_word(words: Sequence[str], flag: str | None = None) -> None:
-    """Refuse the first of two arguments, or the only one beside a flag, if it is no model."""
+    """Refuse the first of two arguments, or the only one with a flag, if it is not a model."""
     try:
         find_model(words[0])
     except ModelError as error:
         if flag is not None:
-            advice = f"an argument beside {flag} is the model"
+            advice = f"with {flag}, an argument is the model"
         elif is_a_models_name(words[0]):
-            raise  # a model that was not pulled yet
+            raise  # a model that is not pulled yet
         else:
             advice = _in_quotes(words)
         raise type(error)(str(error), advice) from error
 
 
 def _in_quotes(words: Sequence[str]) -> str:
-    """Advice for a prompt that the shell split into several arguments: the command with quotes."""
+    """Advise to quote a prompt that the shell has split into several arguments."""
     has_model = is_a_models_name(words[0])
     text = " ".join(words[has_model:])
     if len(text) > MAX_QUOTED or not text.isprintable():
@@ -61,27 +59,27 @@ def _in_quotes(words: Sequence[str]) -> str:
 
 
 def is_a_models_name(text: str) -> bool:
-    """Whether it is a name of `kvant models`; a folder or a repository has no such name."""
+    """Whether a text is a name that `kvant models` lists; folders and repositories are not."""
     if text.split() != [text]:
         return False
-    from kvant.weights.imported import model_names  # imports what pulling takes
+    from kvant.weights.imported import model_names  # imports everything that pulling needs
 
     return text in (POCKET, *model_names())
 
 
 def read_prompt(argument: str | None, option: str | None) -> str:
-    """The prompt, whole: ``-`` is standard input as it is; other piped text goes before the argument."""
+    """Return the prompt: ``-`` means standard input; other piped text is put before the argument."""
     written = option if argument is None else argument
     options.check_text(the_prompt=written)
     if written == "-":
         prompt = _piped_text()
     else:
-        whose = not sys.stdin.isatty() and (written is None or ranks.reads_input())
-        piped = _piped_text().rstrip("\r\n") if whose else ""
-        parts = [part for part in (piped, written) if part is not None and (part is written or part.strip())]
+        has_input = not sys.stdin.isatty() and (written is None or ranks.reads_input())
+        piped = _piped_text().rstrip("\r\n") if has_input else ""
+        parts = [text for text in (piped, written) if text is not None and (text is written or text.strip())]
         if not parts:
             raise BadValueError(
-                "no prompt; give it as an argument, with --prompt, or pipe it into standard input"
+                "no prompt; pass it as an argument, with --prompt, or pipe it into standard input"
             )
         prompt = "\n\n".join(parts)
     if not prompt.strip():
@@ -90,13 +88,13 @@ def read_prompt(argument: str | None, option: str | None) -> str:
 
 
 def standard_input() -> bytes:
-    """All of it. Whoever inherits a pipe that nobody closes waits for ever, and is told so."""
+    """Read all of standard input; say so if it takes long, since an inherited pipe may never be closed."""
     if not ranks.reads_input():
         raise BadValueError(
-            "standard input reaches no rank; expected the prompt as an argument or with --prompt"
+            "the ranks cannot read standard input; expected the prompt as an argument or with --prompt"
         )
-    line = "waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` leaves it out"
-    timer = threading.Timer(WAIT_S, say, [line])
+    line = "waiting for the end of standard input; Ctrl-D ends it, `< /dev/null` skips it"
+    timer = threading.Timer(PATIENCE_S, say, [line])
     timer.daemon = True
     timer.start()
     try:

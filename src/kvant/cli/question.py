@@ -1,6 +1,4 @@
-"""A question in tokens: what ``kvant generate`` answers, whether it came as an argument or on a line of a
-file.
-"""
+"""Prepare a question of ``kvant generate``, from arguments or a line of a file, as tokens."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +24,7 @@ class Question:
     stop: Sequence[str]
 
     def sampler_of(self, number: int) -> Sampler:
-        """The sampler of the run's answer ``number``: each has the next seed, but a line with a seed of
-        its own.
-        """
+        """Return the sampler of answer ``number``. Seeds are consecutive unless the line sets one."""
         return self.sampler if self.line.has_seed else for_answer(self.sampler, number)
 
 
@@ -45,19 +41,17 @@ def prepare(
     """Return a line's question.
 
     Args:
-        session: has the model and the tokenizer.
+        session: the model and the tokenizer.
         run: the flags.
-        line: the prompt, and what its line asks for.
-        drawn: the seed if nothing says one.
-        plain: without the chat template.
-        begun: how the answer begins.
-        schema: holds the answer to a JSON schema.
+        line: the prompt and its options.
+        drawn: the default seed.
+        plain: do not use the chat template.
+        begun: the beginning of the answer.
+        schema: a JSON schema that the answer must satisfy.
     """
     with at(line):
         if plain and not isinstance(line.prompt, str):
-            raise ArgumentError(
-                "messages", "are given; they need the chat template that --ignore-chat-template leaves out"
-            )
+            raise ArgumentError("messages", "need the chat template, which --ignore-chat-template disables")
         rendered = None
         if plain:
             ids = encode_prompt(session.tokenizer, str(line.prompt), session.model.config.vocab_size)
@@ -79,8 +73,9 @@ def prepare(
 def _rendered(
     session: Session, messages: Sequence[Message], system_prompt: str | None, begun: str | None
 ) -> str:
-    """Messages through the chat template, up to where the answer begins, or with what it has ``begun``."""
-    tokenizer, variables = session.tokenizer, session.template_variables
+    """Render messages up to where the answer begins, or with its beginning, ``begun``."""
+    tokenizer = session.tokenizer
+    variables = session.template_variables
     if not tokenizer.has_chat_template:
         raise PromptError(
             "the model has no chat template; --ignore-chat-template continues the prompt as it is"
@@ -90,14 +85,14 @@ def _rendered(
     if begun is None:
         return render_chat(tokenizer, messages, variables)
     messages = [*messages, {"role": "assistant", "content": begun}]
-    given = {**variables, "tokenize": False, "continue_final_message": True}
+    options = {**variables, "tokenize": False, "continue_final_message": True}
     with library_errors(PromptError, "the chat template failed"):
-        return str(tokenizer.apply_chat_template(messages, **given))
+        return str(tokenizer.apply_chat_template(messages, **options))
 
 
 @contextmanager
 def at(line: Line) -> Iterator[None]:
-    """Errors of a file's line name it."""
+    """Prefix errors with the file's line."""
     try:
         yield
     except (PromptError, ContextError) as error:

@@ -1,6 +1,4 @@
-"""A command that a launcher started on several machines: one process each, a rank. Rank 0 alone reads and
-prints.
-"""
+"""Run a command as one of several ranks that a launcher started; only rank 0 reads and prints."""
 
 import os
 import signal
@@ -32,15 +30,15 @@ def begin(arguments: Sequence[str]) -> None:
     if place is None:
         return
     if place.rank:
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, for the rest of the process
-        # a terminal's Ctrl-C reaches all; rank 0 knows what it means
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, stays open until the end
+        # a terminal's Ctrl-C reaches all ranks; rank 0 decides what it means
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     command = arguments[0] if arguments else ""
     if not command or any(text in ("--help", "-h", "--version") for text in arguments):
         return
     if command not in COMMANDS:
         raise BadValueError(
-            f"{command!r} is started as {place.size} ranks, which would do the same side by side; "
+            f"{command!r} was started as {place.size} ranks, which would all do the same; "
             f"on several ranks expected one of {', '.join(COMMANDS)}"
         )
     from kvant.ranks.guard import Guard
@@ -54,35 +52,31 @@ def begin(arguments: Sequence[str]) -> None:
 
 
 def end(code: int, why: str = "") -> None:
-    """Tell the other ranks that this one ends with an exit code, and for what reason."""
+    """Tell the other ranks that this one ends, with its exit code and the reason."""
     if _guard is not None:
         if _guard.rank and why:
-            # rank 0 has the same error, as a rule: it says so, and this process ends here
+            # usually rank 0 has the same error, reports it, and ends this process meanwhile
             time.sleep(SAME_ERROR_S)
         _guard.end(code, why)
 
 
 def guard() -> "Guard | None":
-    """Give what holds the ranks together; None: there is one process."""
+    """Return the connection between the ranks, or None for a single process."""
     return _guard
 
 
 def reads_input() -> bool:
-    """Say whether standard input is this command's: mlx.launch copies its own to all ranks and never
-    closes it.
-    """
+    """Whether to read standard input: mlx.launch copies its own to all ranks and never closes it."""
     return RANK not in os.environ and _guard is None
 
 
 def refuse(draft_model: str | None, **files: object) -> None:
-    """Refuse on several ranks what needs the whole cache, in ``files`` by the flags' names, or a second
-    model.
-    """
-    for name, given in files.items():
-        if _guard is not None and given:
+    """Refuse a draft model, and ``files`` by flag that need the whole cache, if there are several ranks."""
+    for name, value in files.items():
+        if _guard is not None and value:
             raise BadValueError(
-                f"--{name.replace('_', '-')} is given; the cache is divided over {_guard.size} ranks and is "
-                f"in no file"
+                f"--{name.replace('_', '-')} is not supported: the cache is divided over {_guard.size} "
+                "ranks, and a file needs all of it"
             )
     if _guard is not None and draft_model is not None:
         raise BadValueError(

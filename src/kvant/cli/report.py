@@ -1,4 +1,4 @@
-"""``kvant report``: the cost in quality of a cache format, on a model and a text."""
+"""``kvant report``: measure how a cache format affects quality, with a model and a text."""
 
 import math
 from dataclasses import asdict, replace
@@ -20,7 +20,7 @@ from kvant.text.tokenizer import Tokenizer
 DEFAULT_TOKENS = 8192
 DEFAULT_MAX_KLD = 0.005
 DEFAULT_SAMPLES, DEFAULT_SEED = 10, 0
-PIECES = 4  # of a text that tunes, half of them to check the choice
+PIECES = 4  # pieces of a text for tuning; half of them check the result
 
 
 @options.with_options
@@ -61,7 +61,7 @@ def report(
     reserve: Annotated[
         int | None,
         typer.Option(
-            help="Reserve each cache for this many tokens, the most that a piece of the text has; "
+            help="Reserve each cache for this many tokens, the largest possible piece of the text; "
             "default: the whole text, or the model's context."
         ),
     ] = None,
@@ -118,7 +118,7 @@ def report(
         int | None, typer.Option(help="With --tasks: this many of each kind and length; default: 10.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="With --tasks: the seed that they are drawn with; default: 0.")
+        int | None, typer.Option(help="With --tasks: the seed for drawing them; default: 0.")
     ] = None,
     json_object: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
@@ -127,18 +127,18 @@ def report(
 ) -> None:
     """Measure the quality of cache formats against a cache that is not quantized.
 
-    Perplexity, KLD and agreement: of tokens read in chunks, and of tokens read one by one behind them. Also
-    each layer's attention error, and bytes a token.
+    It measures perplexity, KLD and agreement, for tokens read in chunks and for tokens read one by one after
+    them, each layer's attention error, and bytes per token.
     """
     model = options.choose_model(context, model_argument, model)
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))
     options.check_kernels()
     if tune is None:
-        options.refuse("it goes with --tune", kv_bits=kv_bits, max_kld=max_kld)
+        options.refuse("it needs --tune", kv_bits=kv_bits, max_kld=max_kld)
     else:
         _check_tuning(tune, kv_bits, max_kld, formats or kv_format)
     if tasks is None:
-        options.refuse("it goes with --tasks", samples=samples, seed=seed)
+        options.refuse("it needs --tasks", samples=samples, seed=seed)
     options.check_counts(samples=samples, decode_tokens=decode_tokens)
     lengths = [] if tasks is None else options.whole_numbers("--tasks", tasks)
     if reference is not None and (text is not None or tune is not None):
@@ -170,15 +170,15 @@ def report(
     if paths and reference is None:
         raise BadValueError(f"--compare {paths[0]} needs --reference; expected {MLX_LM} without it")
     if compare and adapter_path is not None:
-        raise BadValueError(f"--compare {compare[0]} reads no --adapter-path; leave one out")
+        raise BadValueError(f"--compare {compare[0]} does not support --adapter-path; leave one out")
     with options.named("--formats"):
-        wanted = None if formats is None else parse_formats(formats)
+        chosen = None if formats is None else parse_formats(formats)
     if kv_format is not None:
-        own = (FITTED_BITS, DEFAULT_GROUPS[0]) if kv_format == PMX else (None, None)
-        added = CacheFormat.from_keywords(kv_bits=own[0], kv_group_size=own[1], kv_format=kv_format)
-        if wanted is not None and added in wanted:
+        bits, group = (FITTED_BITS, DEFAULT_GROUPS[0]) if kv_format == PMX else (None, None)
+        added = CacheFormat.from_keywords(kv_bits=bits, kv_group_size=group, kv_format=kv_format)
+        if chosen is not None and added in chosen:
             raise BadValueError(f"--kv-format is {kv_format}, which --formats has as {added.label}")
-        wanted = [*(wanted or []), added]
+        chosen = [*(chosen or []), added]
     if plot is not None:
         with options.named("--plot"):
             check_plot_path(plot)
@@ -186,10 +186,10 @@ def report(
     folder = find_model(model)
     with LateProgress("loading", quiet=quiet) as progress:
         decoder, tokenizer = load_folder(folder, progress.update, adapter_path=adapter_path)
-    if wanted is None:
-        wanted = default_formats(decoder)
+    if chosen is None:
+        chosen = default_formats(decoder)
     with options.named("--formats" if kv_format is None else "--formats, --kv-format"):
-        check_formats(wanted, decoder)
+        check_formats(chosen, decoder)
     config = decoder.config
     limit = config.max_position_embeddings
     most = tokens if tune is None else tokens // PIECES
@@ -206,14 +206,15 @@ def report(
             drawn = make_samples(
                 tokenizer, haystack(text), lengths, samples or DEFAULT_SAMPLES, seed or DEFAULT_SEED
             )
-    others, files = None, []
+    others = None
+    files = []
     if reference is not None:
         others, *files = (
             read_reference(path, config.vocab_size, _first_token(tokenizer)) for path in (reference, *paths)
         )
         for file in files:
             if file.text.pieces != others.text.pieces:
-                raise KvantError(f"{file.path}: its text is another than that of {reference}")
+                raise KvantError(f"{file.path}: its text differs from that of {reference}")
         read = replace(others.text, pieces=others.text.pieces[: max(1, tokens // len(others.text.pieces[0]))])
         if len(read.pieces[0]) > (limit or math.inf):
             raise KvantError(
@@ -234,24 +235,30 @@ def report(
     tried: list[Row] = []
     if tune is not None:
         chooses, read = halves(read)
-        group, bits = wanted[0].group_size, kv_bits or DEFAULT_BITS[-1]
+        tune_group = chosen[0].group_size
+        tune_bits = kv_bits or DEFAULT_BITS[-1]
         with LateProgress("tuning", quiet=quiet) as progress:
             kld = DEFAULT_MAX_KLD if max_kld is None else max_kld
-            chosen, tried = tune_format(
-                decoder, chooses, kv_bits=bits, kv_group_size=group, max_kld=kld, progress=progress.update
+            tuned, tried = tune_format(
+                decoder,
+                chooses,
+                kv_bits=tune_bits,
+                kv_group_size=tune_group,
+                max_kld=kld,
+                progress=progress.update,
             )
-        chosen.write(tune)
-        wanted = [
+        tuned.write(tune)
+        chosen = [
             CacheFormat.from_keywords(kv_format=tune),
-            *(CacheFormat(own, group) for own in sorted({bits, *DEFAULT_BITS})),
+            *(CacheFormat(each, tune_group) for each in sorted({tune_bits, *DEFAULT_BITS})),
         ]
     name = model if adapter_path is None else f"{model} with {adapter_path}"
     with LateProgress("measuring", quiet=quiet) as progress:
-        found = measure(
+        result = measure(
             name,
             decoder,
             read,
-            wanted,
+            chosen,
             decoded=decode_tokens or DECODED,
             reserved=reserve,
             recall=recall,
@@ -263,12 +270,12 @@ def report(
     rows: list[dict[str, Any]] = []
     if drawn:
         with LateProgress("answering", quiet=quiet) as progress:
-            rows = task_rows(drawn, answer_samples(decoder, tokenizer, drawn, wanted, progress.update))
+            rows = task_rows(drawn, answer_samples(decoder, tokenizer, drawn, chosen, progress.update))
 
     from kvant.tools.report.output import describe, tables, tuning
 
-    lines: list[Any] = [*describe(found), *([tuning(tried)] if tune is not None else []), *tables(found)]
-    record = figures_json(found) | ({"tried": [asdict(row) for row in tried]} if tried else {})
+    lines: list[Any] = [*describe(result), *([tuning(tried)] if tune is not None else []), *tables(result)]
+    record = figures_json(result) | ({"tried": [asdict(row) for row in tried]} if tried else {})
     if rows:
         lines.append(_tasks_table(rows))
         record |= {"seed": seed or DEFAULT_SEED, "tasks": rows}
@@ -276,25 +283,25 @@ def report(
     if plot is not None:
         from kvant.tools.report.output import plot as draw
 
-        draw(found, plot)
+        draw(result, plot)
 
 
 def _tasks_table(rows: list[dict[str, Any]]) -> Any:
-    """Scores by task and length; at last the share of the full cache's answers."""
-    names = [own["format"].replace(":nosplit", "\n:no-\nsplit") for own in rows[0]["formats"]]
+    """Show scores by task and length; the last row is the share of answers equal to the full cache's."""
+    names = [cell["format"].replace(":nosplit", "\n:no-\nsplit") for cell in rows[0]["formats"]]
     cells = [
-        [row["kind"], str(row["tokens"]), *(f"{own['score_percent']:.1f}" for own in row["formats"])]
+        [row["kind"], str(row["tokens"]), *(f"{cell['score_percent']:.1f}" for cell in row["formats"])]
         for row in rows
     ]
     same = [
-        sum(own["same_answers"] for own in column)
+        sum(cell["same_answers"] for cell in column)
         for column in zip(*(row["formats"] for row in rows), strict=True)
     ]
     each = rows[0]["samples"]
     cells.append(["same answer", "", *(f"{100 * count / (each * len(rows)):.1f}" for count in same)])
     caption = (
-        f"Percent of the strings that {each} answers should have; "
-        "at last of answers that are the full cache's."
+        f"Percent of the expected strings in {each} answers; "
+        "the last row: of answers that equal the full cache's."
     )
     shown: dict[str, Any] = {
         "title": "Tasks",
@@ -306,7 +313,7 @@ def _tasks_table(rows: list[dict[str, Any]]) -> Any:
 
 
 def _first_token(tokenizer: Tokenizer) -> int | None:
-    """The token that a text of this tokenizer begins with, whatever it is; None: there is none."""
+    """Return the beginning-of-text token if the tokenizer begins every text with it, or None."""
     first: int = tokenizer.encode("a")[0]
     return first if first == tokenizer.bos_token_id else None
 
@@ -314,7 +321,7 @@ def _first_token(tokenizer: Tokenizer) -> int | None:
 def _check_tuning(tune: Path, kv_bits: int | None, max_kld: float | None, formats: str | None) -> None:
     """Refuse values out of range, or a file that could not be written."""
     if formats is not None:
-        raise BadValueError(f"{formats!r:.40} is to be measured, but --tune measures its own; leave one out")
+        raise BadValueError(f"{formats!r:.40} is a format, but --tune chooses its own; leave one out")
     if kv_bits not in (None, *PACKINGS):
         raise BadValueError(f"--kv-bits is {kv_bits}; expected {' or '.join(map(str, PACKINGS))}")
     if max_kld is not None and not 0 < max_kld < math.inf:

@@ -1,4 +1,4 @@
-"""``kvant rm``: a pulled model taken away."""
+"""``kvant rm``: remove a pulled or imported model."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def rm(
 ) -> None:
     """Remove a model that was pulled or imported, and say how many bytes that freed.
 
-    Files that another model needs stay.
+    Files that another model needs are not removed.
     """
     model = options.choose_model(context, model_argument, model)
     if not model:
@@ -46,19 +46,20 @@ def rm(
         say(f"{model}: removed, {size} bytes are free ({format_bytes(size)})")
         return
     check_name(model)
-    found = weights.removal(model)
-    names, freed = " and ".join(found.references), format_bytes(found.bytes)
+    removal = weights.removal(model)
+    names = " and ".join(removal.references)
+    freed = format_bytes(removal.bytes)
     _ask(f"{names}, {freed}", yes)
     with interrupts.patient():
-        found.run()
-    say(f"{names}: removed, {found.bytes} bytes are free ({freed})")
+        removal.run()
+    say(f"{names}: removed, {removal.bytes} bytes are free ({freed})")
 
 
 def _ask(what: str, yes: bool) -> None:
-    """Ask whether to remove it, unless that was answered; leave if not."""
+    """Ask whether to remove a model, unless ``yes``; exit if the answer is no."""
     if not yes:
         if not sys.stdin.isatty():
-            raise BadValueError(f"{what}: nobody can be asked here; --yes removes it")
+            raise BadValueError(f"{what}: cannot ask without a terminal; --yes removes it")
         print(f"remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             say("nothing was removed")

@@ -1,6 +1,4 @@
-"""Sampling as a command does it: the flags, the model's own options under them, and a line that says what
-is used.
-"""
+"""Sampling in commands: the flags, the model's options as defaults, and a line that shows what is used."""
 
 import os
 from collections.abc import Mapping
@@ -11,56 +9,54 @@ from typing import Any
 
 from kvant.engine.sampling import FILE, NEUTRAL, Sampling, SamplingOptions, read_model_sampling
 
-NAMES = {"temp": "temperature", "top_p": "top-p", "min_p": "min-p", "top_k": "top-k"}  # for a person
+NAMES = {"temp": "temperature", "top_p": "top-p", "min_p": "min-p", "top_k": "top-k"}  # shown to users
 
 
-def model_sampling(folder: Path, given: SamplingOptions, vocab_size: int | None = None) -> dict[str, float]:
-    """The model's own options of sampling, but for those that are given; see :func:`read_model_sampling`."""
+def model_sampling(folder: Path, flags: SamplingOptions, vocab_size: int | None = None) -> dict[str, float]:
+    """Return the model's sampling options that no flag sets; see :func:`read_model_sampling`."""
     return read_model_sampling(
-        folder, [name for name in NEUTRAL if getattr(given, name) is not None], vocab_size
+        folder, [name for name in NEUTRAL if getattr(flags, name) is not None], vocab_size
     )
 
 
 def drawn_seed() -> int:
-    """A seed of the operating system, short enough to be typed again."""
+    """Draw a seed that is short enough to type again."""
     return int.from_bytes(os.urandom(4))
 
 
 def in_force(
-    given: SamplingOptions, of_the_model: Mapping[str, float], origins: Mapping[str, Any]
+    flags: SamplingOptions, of_the_model: Mapping[str, float], origins: Mapping[str, Any]
 ) -> Sampling:
-    """The options with the model's under them; a size of the config file's without a penalty counts for
-    nothing.
-    """
+    """Fill in the model's options; ignore a config file's penalty size if there is no penalty."""
     penalty = of_the_model.get("repetition_penalty", 1.0)
-    if given.repetition_penalty is None and penalty == 1.0 and "repetition_context_size" in origins:
-        given = replace(given, repetition_context_size=None)
-    return given.filled(of_the_model)
+    if flags.repetition_penalty is None and penalty == 1.0 and "repetition_context_size" in origins:
+        flags = replace(flags, repetition_context_size=None)
+    return flags.filled(of_the_model)
 
 
 def describe_sampling(
-    given: SamplingOptions,
+    flags: SamplingOptions,
     used: Sampling,
     of_the_model: Mapping[str, float],
     origins: Mapping[str, tuple[Any, str]],
 ) -> str:
-    """The options in force in a line: those that change something, and the temperature, each with its
-    source.
-    """
+    """Describe in one line the temperature and all options that have an effect, with their sources."""
     shown: list[tuple[str, str]] = []
     for option in fields(used):
-        name, value = option.name, getattr(used, option.name)
+        name = option.name
+        value = getattr(used, name)
         if name == "logit_bias":
             if value:
                 shown.append((f"logit bias of {len(value)} tokens", "given"))
         elif name == "temp" or used.changes(name):
-            number = str(value) if isinstance(value, int) else f"{value + 0.0:.15g}"  # -0.0 is 0
+            number = str(value) if isinstance(value, int) else f"{value + 0.0:.15g}"  # shows -0.0 as 0
             words = f"{NAMES.get(name, name.replace('_', ' '))} {number}"
-            if getattr(given, name) == value:
+            if getattr(flags, name) == value:
                 set_to, place = origins.get(name, (None, ""))
                 source = place if set_to == value else "given"
             elif name == "seed":
-                source, words = "drawn", f"seed {value}"
+                source = "drawn"
+                words = f"seed {value}"
             else:
                 source = FILE if name in of_the_model and of_the_model[name] == value else "default"
             shown.append((words, source))

@@ -1,4 +1,4 @@
-"""The start of every command that runs a model: its flags, the loaded model, the reserved cache."""
+"""Start a command that runs a model: apply its flags, load the model, reserve the cache."""
 
 import gc
 import platform
@@ -25,7 +25,7 @@ from kvant.cli.fitting import (
     with_weights,
 )
 from kvant.cli.options import BadValueError, KvSize
-from kvant.cli.options import RunOptions as RunOptions  # of kvant bench, too
+from kvant.cli.options import RunOptions as RunOptions  # re-exported for kvant bench
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.terminal import say
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
     from kvant.ranks.divided import Divided
     from kvant.ranks.guard import Guard
 
-WIRING_MACOS = 15  # the first in which MLX's limit has an effect (its metal/resident.cpp)
+WIRING_MACOS = 15  # the first version in which MLX's limit has an effect (its metal/resident.cpp)
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A model in this process alone; an :class:`kvant.ranks.arrangement.Arrangement`."""
+    """A model in one process; an :class:`kvant.ranks.arrangement.Arrangement`."""
 
     checkpoint: AnyCheckpoint
     machine: Machine
@@ -87,50 +87,44 @@ class Whole:
 
 @dataclass(slots=True)
 class Session:
-    """A loaded model, and its cache once that is reserved."""
+    """A loaded model with its cache, once that is reserved."""
 
     model: LanguageModel
     tokenizer: Tokenizer
-    load_s: float  # seconds that loading took
+    load_s: float  # seconds for loading
     name: str  # the model as the user named it
     folder: Path
-    checkpoint: AnyCheckpoint  # its memory was planned with it, as with the next
+    checkpoint: AnyCheckpoint  # what the memory plan is based on, with settings
     settings: Settings
-    template_variables: Mapping[str, Any]  # for the chat template, beside those it always has
-    origins: Mapping[str, tuple[Any, str]]  # of the options that no flag gave, as those of RunOptions
-    arrangement: Arrangement  # in this process, or over ranks
+    template_variables: Mapping[str, Any]  # additional variables of the chat template
+    origins: Mapping[str, tuple[Any, str]]  # options that no flag set; see RunOptions
+    arrangement: Arrangement  # in one process, or over ranks
     draft_model: LanguageModel | None
-    drafts: Drafts | None = field(default=None, init=False)  # a draft model's with its reserved cache
-    reserved: int | None = field(default=None, init=False)  # tokens that a sequence can have
-    # Of linear and convolution layers, beside keys and values: mlx-lm allocates them at the first prefill.
+    drafts: Drafts | None = field(default=None, init=False)  # includes a draft model's reserved cache
+    reserved: int | None = field(default=None, init=False)  # the most tokens of a sequence
+    # State of linear and convolution layers, in addition to keys and values, allocated at the first prefill.
     state_bytes: int = field(default=0, init=False)
-    # For a person, what sampling() gave last: every option in force and where it comes from.
+    # Describes the last result of sampling(): every effective option and its source.
     sampling_line: str = field(default="", init=False)
     cache: ModelCache = field(init=False, repr=False)  # reserved by open_session()
 
     def plan(self) -> MemoryPlan:
-        """The memory of a run, with what only the weights say: how much of their biases stays out of the
-        cache.
-        """
+        """Plan the run's memory, taking into account how much of the biases stays out of the cache."""
         return self.arrangement.plan(self.settings, self.model)
 
     def plan_with(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
-        """The memory of other settings, whether it fits or not, and of which machine: of several the
-        fullest.
-        """
+        """Plan other settings, whether they fit or not; return the plan and its machine, the fullest one."""
         return self.arrangement.plan_with(settings, tokens, self.model)
 
     def sampling(
-        self, wanted: SamplingOptions, drawn: int | None = None
+        self, flags: SamplingOptions, drawn: int | None = None
     ) -> tuple[Sampler, list[LogitsProcessor]]:
-        """The sampler, with ``drawn`` or a new seed if none is given, and the processors; sampling_line
-        says all.
-        """
-        of_the_model = model_sampling(self.folder, wanted, self.model.config.vocab_size)
-        used = in_force(wanted, of_the_model, self.origins)
+        """Return sampler and processors, with ``drawn`` or a new seed as default; set sampling_line."""
+        of_the_model = model_sampling(self.folder, flags, self.model.config.vocab_size)
+        used = in_force(flags, of_the_model, self.origins)
         if used.temp and used.seed is None:
             used = replace(used, seed=drawn_seed() if drawn is None else drawn)
-        self.sampling_line = describe_sampling(wanted, used, of_the_model, self.origins)
+        self.sampling_line = describe_sampling(flags, used, of_the_model, self.origins)
         return used.build_for(self.tokenizer, self.model.config.vocab_size)
 
     def describe_cache(self) -> str:
@@ -141,13 +135,13 @@ class Session:
         return f"{text} for keys and values, {format_bytes(self.state_bytes)} for the state of linear layers"
 
     def say_cache(self, reserved: str, quiet: bool) -> None:
-        """Print what is reserved, and what is to be known of its format."""
+        """Print what is reserved, and a note about its format if there is one."""
         say(f"cache: {reserved}", quiet)
         if warning := self.settings.cache.warning:
             say(f"note: {warning}", quiet)
 
     def describe_layers(self) -> list[str]:
-        """Where layers differ, a line for each kind."""
+        """Return a line for each kind of layer if there are several kinds."""
         lines = self.cache.describe()
         return lines if len(lines) > 1 else []
 
@@ -162,13 +156,12 @@ def open_session(
     disk: DiskCache | None = None,
     hashes: bool = False,
 ) -> Session:
-    """Plan the memory, load a model and reserve its cache, from which turns are taken back if it
-    ``talks``.
-    """
-    wanted, beside = options.kv_size(run.max_kv_size), 0 if disk is None else QUEUE_BYTES
+    """Plan the memory, load a model and reserve its cache; ``talks`` means that turns can be undone."""
+    size = options.kv_size(run.max_kv_size)
+    queue_bytes = 0 if disk is None else QUEUE_BYTES
     hashes = hashes or disk is not None
     session = load_session(
-        run, process, sampling, max_kv_size=wanted, requests=beside, talks=talks, hashes=hashes
+        run, process, sampling, max_kv_size=size, requests=queue_bytes, talks=talks, hashes=hashes
     )
     planned = session.plan()
     started = time.perf_counter()
@@ -177,7 +170,8 @@ def open_session(
     if disk is not None:
         session.cache.use_disk(disk)
     session.load_s += time.perf_counter() - started
-    session.reserved, session.state_bytes = planned.max_kv_size, planned.state
+    session.reserved = planned.max_kv_size
+    session.state_bytes = planned.state
     lines = [session.describe_cache(), *session.describe_layers()]
     session.say_cache("\n  ".join(lines), run.quiet or not announce)
     session.drafts = drafts_for_pool(session, run, session.cache.pool, announce=announce)
@@ -187,9 +181,9 @@ def open_session(
 def drafts_for_pool(
     session: Session, run: RunOptions, pool: Pool, *, deterministic: bool = False, announce: bool = True
 ) -> Drafts | None:
-    """Where the answers of a pool draft from; what a draft model needs is reserved, and that is printed.
+    """Return the source of drafts for a pool's answers, or None; refuse drafts that it cannot verify.
 
-    None: there are no drafts. Those that the pool cannot verify are refused.
+    If a draft model needs memory, it is reserved and printed.
     """
     drafts: Drafts | ModelDrafts | None = drafts_of(run.draft)
     if session.draft_model is not None:
@@ -220,11 +214,11 @@ def load_session(
     """Plan the memory and load a model; nothing is reserved yet.
 
     Args:
-        process: for the tokenizer, if one was started already.
-        sampling: the flags of sampling, to be refused before the model is loaded.
-        max_kv_size: tokens that are going to be reserved, as far as that is known yet.
-        requests: bytes for a server's requests and for a disk, if they come out of the same memory.
-        hashes: compute the model's digest, which disk caches and files of caches need.
+        process: a started process for the tokenizer.
+        sampling: the sampling flags, to refuse bad ones before the model is loaded.
+        max_kv_size: the tokens that will be reserved, as far as known.
+        requests: bytes for a server's requests and for a disk queue, if they use the same memory.
+        hashes: compute the model's digest, which disk caches and cache files need.
         machine: what may be used of this machine, ``requests`` subtracted; default: all of it.
     """
     started = time.perf_counter()
@@ -270,14 +264,14 @@ def load_session(
     if hashes or settings.cache.kv_format is not None:
         with LateProgress("hashing the weights", quiet=run.quiet):
             assert model.identity is not None
-            _ = model.identity.model  # computed here, with a progress line, rather than at its first use
+            _ = model.identity.model  # computed now, with a progress bar, instead of at its first use
     variables = options.template_variables(run.chat_template_config)
     try:
         check_variables(tokenizer, variables)
     except ValueError as error:
         raise BadValueError(f"--chat-template-config {error}") from error
     _set_ends(tokenizer, run, model.config.vocab_size)
-    gc.freeze()  # the loaded objects stay: the collector need not look at them between tokens
+    gc.freeze()  # loaded objects stay, so the collector need not visit them between tokens
     return Session(
         model=model,
         tokenizer=tokenizer,
@@ -294,7 +288,7 @@ def load_session(
 
 
 def weights_format(checkpoint: AnyCheckpoint) -> Weights:
-    """How a plan holds quantized weights."""
+    """Return the format in which a plan has quantized weights."""
     return "float32" if isinstance(checkpoint, Checkpoint) and checkpoint.unpacked else "packed"
 
 
@@ -317,7 +311,7 @@ def _set_ends(tokenizer: Tokenizer, run: RunOptions, vocab_size: int) -> None:
 
 
 def follow(run: RunOptions, *, bounded: bool = False) -> None:
-    """Load a part of the model, compute what rank 0 tells, and exit as it does; on rank 0 do nothing."""
+    """Load a part of the model, follow rank 0, and exit with it; on rank 0 do nothing."""
     guard = ranks.guard()
     if guard is None or not guard.rank:
         return
@@ -342,7 +336,7 @@ def divide_model(
     machine: Machine,
     max_kv_size: KvSize = None,
 ) -> "Divided":
-    """Divide a model over ranks so that a run fits into each one's machine. Every rank calls it."""
+    """Divide a model over ranks so that a run fits into each machine. Every rank must call this."""
     from kvant.ranks.divided import divide
 
     parallel = options.check_parallel(run.parallel)
@@ -359,7 +353,7 @@ def prepare(
     talks: bool = False,
     machine: Machine | None = None,
 ) -> tuple[AnyCheckpoint, Settings, Machine]:
-    """What a plan is made of: what is known of the model in a folder, the settings and this machine."""
+    """Return the inputs of a plan: the model in a folder, the settings and this machine."""
     if run.parallel is not None and ranks.guard() is None:
         raise BadValueError(
             f"--parallel is {run.parallel!r}, which has no effect in one process; `kvant launch` starts "
@@ -387,7 +381,7 @@ def machine_without(requests: int) -> Machine:
 
 
 def wire(count: int) -> None:
-    """Keep up to ``count`` bytes of MLX's memory resident."""
+    """Wire up to ``count`` bytes of MLX's memory, so that they are not swapped out."""
     if not mx.metal.is_available() or default_device() != "gpu":
         raise BadValueError(
             f"--wired: only a Mac's GPU has memory to wire; MLX computes on the {default_device()} here"

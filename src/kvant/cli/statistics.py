@@ -1,4 +1,4 @@
-"""The statistics of a run, as printed: counts, times and memory."""
+"""Format the statistics of a run: counts, times and memory."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ class RunStatistics:
         self.last = response
 
     def cut(self, max_tokens: int, session: Session) -> str | None:
-        """What cut the text, where it did not come to an end of its own."""
+        """Return what cut the text off, or None."""
         reason = None if self.last is None else self.last.finish_reason
         if reason == "length":
             return f"cut at --max-tokens {max_tokens}"
@@ -29,10 +29,11 @@ class RunStatistics:
         return "cut: the reserved context is full; --max-kv-size reserves more"
 
     def lines(self, session: Session, *, is_single: bool = True) -> list[str]:
-        """The statistics, a line each; those of drafts where the answer was computed ``alone``."""
+        """Return the statistics as lines; drafts are shown only for a single answer."""
         if self.last is None:
             return ["nothing was generated"]
-        last, first_ms, later = self.last, self.latencies_ms[0], self.latencies_ms[1:]
+        last = self.last
+        first_ms, *later = self.latencies_ms
         lines = [
             f"prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.1f} tokens/s",
             f"generated: {last.generation_tokens} tokens, {last.generation_tps:.1f} tokens/s, "
@@ -40,7 +41,7 @@ class RunStatistics:
             f"first token: {first_ms / 1e3:.3f} s, after {session.load_s:.2f} s of loading",
         ]
         if later and last.drafts is not None:
-            # The median would be that of tokens that came together.
+            # A median would be of tokens that arrived together.
             latency = f"latency: {sum(later) / len(later):.2f} ms a token"
             lines.append(
                 f"{latency}, {last.drafts.tokens_a_step:.2f} tokens a step" if is_single else latency

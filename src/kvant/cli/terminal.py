@@ -1,6 +1,4 @@
-"""Text for a terminal, with escapes for control characters. A model, a folder's name or a hub can write
-anything.
-"""
+"""Print text to a terminal with control characters escaped, since models, folders and hubs can write any."""
 
 import json
 import re
@@ -13,13 +11,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-# Control characters of ASCII and Latin-1, but for the ends of lines and tabs.
+# Control characters of ASCII and Latin-1 except line ends and tabs.
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
 def escaped(text: str) -> str:
-    """The text with a Python escape for every character that a terminal would obey."""
-    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Replace every character that would control a terminal with a Python escape."""
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str, quiet: bool = False) -> None:
@@ -28,13 +26,13 @@ def say(text: str, quiet: bool = False) -> None:
 
 
 def write_generated(text: str, *, raw: bool) -> None:
-    """Generated text to standard output at once: escaped on a terminal unless ``raw``, elsewhere as it is."""
+    """Write generated text to standard output; escape it on a terminal unless ``raw``."""
     sys.stdout.write(text if raw or not sys.stdout.isatty() else escaped(text))
     sys.stdout.flush()
 
 
 def show(record: Any, parts: "Iterable[RenderableType]", *, as_json: bool) -> None:
-    """What a command found: the record as JSON, or lines and tables, in which every string is escaped."""
+    """Print a command's result: the record as JSON, or lines and tables with all strings escaped."""
     if as_json:
         print(json.dumps(record, indent=2, allow_nan=False))
         return
@@ -46,14 +44,14 @@ def show(record: Any, parts: "Iterable[RenderableType]", *, as_json: bool) -> No
             return super().render_str(escaped(text), **options)
 
     screen = EscapingConsole(highlight=False, markup=False, soft_wrap=True)
-    for part in parts:
-        screen.print(part, soft_wrap=isinstance(part, str))
+    for renderable in parts:
+        screen.print(renderable, soft_wrap=isinstance(renderable, str))
 
 
 def table(
     columns: Iterable[str], rows: Iterable[Sequence[str]], right: Container[str] = (), **settings: Any
 ) -> "Table":
-    """A table of texts; columns named in ``right`` end at the same place."""
+    """Make a table of texts; columns in ``right`` are aligned to the right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -66,7 +64,7 @@ def table(
 
 
 class _Escaping:
-    """A stream that escapes all text written to it. Otherwise it is the stream behind it."""
+    """A stream that escapes all text written to it; other attributes are those of the stream behind it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -80,9 +78,7 @@ class _Escaping:
 
 @contextmanager
 def escaping_standard_error() -> Iterator[None]:
-    """Escape all that is written to standard error; progress bars and the chat's prompt write to
-    :func:`behind`.
-    """
+    """Escape everything written to standard error, except by those who write to :func:`behind` it."""
     stream = sys.stderr
     sys.stderr = _Escaping(stream)
     try:

@@ -68,17 +68,17 @@ def test_options_are_set_shown_and_taken_back() -> None:
         "default",
     )
     assert any(line.startswith("sampling: temperature 1.5") and "seed 4" in line for line in said)
-    assert said[-1] == "error: /set x is no option; /set lists them"
+    assert said[-1] == "error: /set x is not an option; /set lists them"
 
 
 def test_an_error_is_a_line_and_changes_nothing() -> None:
     errors = {
-        "/set temp": "/set temp needs a value; default takes it back",
+        "/set temp": "/set temp needs a value; default resets it",
         "/set temp x": "temp is 'x'; expected a number, or default",
         "/set max_tokens 0": "--max-tokens is 0; expected at least 1",
         "/set top_k 1.5": "top_k is '1.5'; expected a whole number, or default",
         "/set seed 3": "seed is 3, which has no effect at temperature 0",
-        "/quit now": "/quit takes nothing after it, given 'now'",
+        "/quit now": "/quit takes no argument, but got 'now'",
         "/edit": "nothing was asked yet",
         "/retry": "nothing was asked yet; expected a question before",
     }
@@ -160,13 +160,13 @@ def test_a_conversation_is_saved_and_goes_on(tmp_path: Path) -> None:
         rf"saved 2 messages, \d+ tokens in the cache to {re.escape(str(path))} \([\d.]+ kB\)", said[2]
     )
     assert said[3] == said[2]
-    assert said[4].startswith(f"error: {notes} is there already, and no conversation: ")
+    assert said[4].startswith(f"error: {notes} exists already, and is not a conversation: ")
     assert notes.read_text() == "mine"
     assert path.stat().st_mode & 0o777 == 0o600
     another = [f"/save {tmp_path}/no/talk", f"/save {tmp_path}", f"/save {path}"]
     before = path.read_bytes()
     _, said = _said(QUESTION, *another)
-    assert said[1] == f"error: {tmp_path}/no/talk: cannot be written: there is no folder {tmp_path}/no"
+    assert said[1] == f"error: {tmp_path}/no/talk: cannot be written: the folder {tmp_path}/no does not exist"
     assert said[2] == f"error: {tmp_path}: cannot be written: it is a folder; expected a file"
     assert said[3] == f"{path} has a saved conversation already; the same command replaces it"
     assert path.read_bytes() == before

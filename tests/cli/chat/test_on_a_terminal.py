@@ -283,7 +283,7 @@ def test_a_conversation_that_cannot_be_saved_can_go_elsewhere(tmp_path: Path) ->
         chat.press("\x04")
         chat.wait_for("save the conversation where?")
         chat.press(f"{taken}\r")
-        chat.wait_for("is there already")
+        chat.wait_for("exists already")
         chat.press(f"{second}\r")
         chat.wait(lambda: not chat.read())
     assert second.stat().st_size > 1000

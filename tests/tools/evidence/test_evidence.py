@@ -86,9 +86,7 @@ def test_every_part_is_measured_kept_and_checked(tmp_path: Path) -> None:
     assert check.problems(record) == []
     checked = call("evidence", "--check", str(file))
     assert checked.returncode == 0, checked.stderr
-    assert (
-        checked.stdout.splitlines()[-1] == "the file is unaltered, and its figures follow from its rounds"
-    )
+    assert checked.stdout.splitlines()[-1] == "the file is unaltered, and its figures follow from its rounds"
     assert "left out: the fused kernel" in checked.stdout
     _check_what_is_altered(record)
     altered = copy.deepcopy(record)

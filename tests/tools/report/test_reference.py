@@ -125,7 +125,7 @@ def test_what_another_cache_predicted(pocket: Pocket, text: Text, file: Path, tm
             assert theirs[leg][figure] == pytest.approx(own[leg][figure], rel=0.1, abs=2e-5)
     assert "q4_0" in (tmp_path / "a.svg").read_text()  # among those not drawn
     write_llama(path, text.pieces[::-1], logits)
-    assert "its text is another" in refusal(1, "report", *flags)
+    assert "its text differs" in refusal(1, "report", *flags)
     assert "needs --reference" in refusal(2, "report", "--compare", str(path))
 
 

@@ -251,8 +251,8 @@ def test_a_seed_of_the_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("--tasks 512,512", "--tasks has 512 twice"),
         ("--tasks many", "--tasks is 'many'; expected whole numbers between commas"),
         ("--tasks 512 --samples 0", "--samples is 0; expected at least 1"),
-        ("--samples 3", "--samples is 3; it goes with --tasks"),
-        ("--seed 0", "--seed is 0; it goes with --tasks"),
+        ("--samples 3", "--samples is 3; it needs --tasks"),
+        ("--seed 0", "--seed is 0; it needs --tasks"),
     ],
 )
 def test_what_is_refused(flags: str, words: str) -> None:

@@ -168,7 +168,7 @@ def test_the_command(tmp_path: Path) -> None:
             "--kv-bits is 8; it goes by the --kv-format",
         ),
         (["generate", "--kv-format", str(tmp_path)], 2, "not a regular file"),
-        (["report", "--kv-bits", "4"], 2, "--kv-bits is 4; it goes with --tune"),
+        (["report", "--kv-bits", "4"], 2, "--kv-bits is 4; it needs --tune"),
         (["report", "--tune", str(tmp_path / "no" / "x")], 2, "does not exist"),
         (["report", "--tune", str(file), "--formats", "8g32"], 2, "leave one out"),
         (["report", "--tune", str(file), "--max-kld", "0"], 2, "--max-kld is 0.0"),

@@ -1,4 +1,4 @@
-"""``kvant chat``: a conversation, line by line."""
+"""``kvant chat``: hold a conversation line by line."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from kvant.cli.session import follow, open_session
 from kvant.engine.sampling import SamplingOptions
 from kvant.errors import KvantError, one_line, printable
 
-ENDS = ("exit", "quit")  # typed alone, on a terminal
+ENDS = ("exit", "quit")  # end the conversation if typed on a terminal
 
 
 @options.with_options
@@ -59,7 +59,7 @@ def chat(
     follow(run)
     disk = options.disk_cache(disk_cache, disk_cache_size)
     if sys.stdin.isatty():
-        signal.signal(signal.SIGTERM, interrupts.leave)  # the terminal is put back, the conversation saved
+        signal.signal(signal.SIGTERM, interrupts.leave)  # restore the terminal and save the conversation
     with _silent():
         hashes = prompt_cache_file is not None
         session = open_session(
@@ -71,7 +71,7 @@ def chat(
     known = (session.name, session.describe_cache(), session.sampling_line, "/help lists the commands")
     notice(" · ".join(known), run.quiet)
     with (
-        cache_file.kept(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
+        cache_file.persisted(prompt_cache_file, talk.conversation, run.system_prompt, quiet=run.quiet),
         interrupts.patient(),  # Ctrl-C stops an answer, not the program
         nullcontext() if disk is None else closing(disk),
     ):
@@ -79,11 +79,9 @@ def chat(
 
 
 def _converse(talk: Talk) -> None:
-    """Read and answer until the input ends or the user leaves. An error is one line, and the conversation
-    goes on.
-    """
+    """Read and answer until the input ends or the user leaves; an error is one line and ends nothing."""
     read: Callable[[], str] = input
-    if sys.stdin.isatty():  # lines can be edited
+    if sys.stdin.isatty():  # allow editing lines
         from kvant.cli.chat.prompt import Prompt
 
         read = Prompt(talk).read
@@ -111,25 +109,25 @@ def _converse(talk: Talk) -> None:
             notice(f"error: {error}")
         except TyperException as error:
             notice(f"error: {printable(error.format_message())}")
-        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # MLX's are RuntimeErrors
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # MLX raises RuntimeErrors
             notice(f"error: {one_line(error)}")
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Drop keys inside: on a terminal they would stand in the middle of an answer."""
+    """Ignore keys in the block: on a terminal they would appear in the middle of an answer."""
     if not sys.stdin.isatty():
         yield
         return
     terminal = sys.stdin.fileno()
-    found = termios.tcgetattr(terminal)
-    # Without NOFLSH, Ctrl-C would throw away what is written and not shown yet, and rows would be counted
-    # wrong.
-    silent = [*found[:3], found[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH, *found[4:]]
+    settings = termios.tcgetattr(terminal)
+    # Without NOFLSH, Ctrl-C would discard output that is not shown yet, and rows would be miscounted.
+    local_flags = settings[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH
+    silent = [*settings[:3], local_flags, *settings[4:]]
 
     def restore() -> None:
-        with suppress(termios.error):  # the terminal has gone
-            termios.tcsetattr(terminal, termios.TCSAFLUSH, found)
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(terminal, termios.TCSAFLUSH, settings)
 
     termios.tcsetattr(terminal, termios.TCSANOW, silent)
     try:

@@ -1,4 +1,4 @@
-"""The commands of a conversation: what a line that begins with a slash may be."""
+"""The commands of a conversation: lines that begin with a slash."""
 
 import difflib
 import sys
@@ -19,17 +19,18 @@ from kvant.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    names: tuple[str, ...]  # with the slash; the first is the one that is shown
-    usage: str  # its argument, in words; empty: it takes none
+    names: tuple[str, ...]  # with the slash; /help shows the first one first
+    usage: str  # describes the argument; empty: there is none
     help: str
-    run: Callable[[Talk, str], None]  # called with the argument, stripped
-    needs: bool = False  # whether it has to have one
-    completes: Literal["", "path", "setting"] = ""  # by Tab
+    run: Callable[[Talk, str], None]  # called with the stripped argument
+    needs: bool = False  # whether the argument is required
+    completes: Literal["", "path", "setting"] = ""  # what Tab completes
 
 
 def find(line: str) -> Command | str | None:
-    """The command of a line; None: it is for the model, as a path is, or text after //; or why it is
-    neither.
+    """Return the command of a line; None if the line is for the model; or a message if it is neither.
+
+    A path is for the model, and so is text after //.
     """
     if not line.startswith("/") or line.startswith("//"):
         return None
@@ -55,7 +56,7 @@ def do(talk: Talk, line: str) -> None:
     elif command is None:
         talk.answer(partial(talk.conversation.send, line[1:] if line.startswith("//") else line))
     elif argument and not command.usage:
-        raise ArgumentError(name, f"takes nothing after it, given {argument[:40]!r}")
+        raise ArgumentError(name, f"takes no argument, but got {argument[:40]!r}")
     elif command.needs and not argument:
         raise ArgumentError(name, f"needs {command.usage}")
     else:
@@ -72,7 +73,7 @@ def _help(talk: Talk, argument: str) -> None:
 
 
 def _leave(talk: Talk, argument: str) -> None:
-    raise EOFError  # as at the input's end
+    raise EOFError  # like the end of the input
 
 
 def _reset(talk: Talk, argument: str) -> None:
@@ -130,7 +131,8 @@ def _stats(talk: Talk, argument: str) -> None:
 
 
 def _cache(talk: Talk, argument: str) -> None:
-    session, used = talk.session, talk.conversation.num_tokens
+    session = talk.session
+    used = talk.conversation.num_tokens
     reserved = session.cache.max_seq_len
     share = f", {used / reserved:.0%} of the reserved ones" if reserved else ""
     notice("\n  ".join([f"cache: {session.describe_cache()}", *session.describe_layers()]))
@@ -143,14 +145,14 @@ def _save(talk: Talk, argument: str) -> None:
         notice("there is nothing to save")
         return
     if not path.parent.is_dir():
-        raise SnapshotError(f"{argument}: cannot be written: there is no folder {path.parent}")
+        raise SnapshotError(f"{argument}: cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():
         raise SnapshotError(f"{argument}: cannot be written: it is a folder; expected a file")
     if path.exists() and path != talk.file:
         try:
             read_header(path)
         except SnapshotError as error:
-            raise SnapshotError(f"{argument} is there already, and no conversation: {error}") from error
+            raise SnapshotError(f"{argument} exists already, and is not a conversation: {error}") from error
         talk.file = path
         talk.draft = f"/save {argument}"
         how = "Enter" if sys.stdin.isatty() else "the same command"
@@ -181,30 +183,29 @@ def _questions(talk: Talk) -> list[str]:
 def _set(talk: Talk, argument: str) -> None:
     if not argument:
         values: dict[str, Any] = {"max_tokens": talk.run.max_tokens}
-        values |= {name: getattr(talk.wanted, name) for name in OPTIONS}
+        values |= {name: getattr(talk.sampling, name) for name in OPTIONS}
         width = max(map(len, values))
         notice("\n".join(f"{name:{width}}  {_shown(value)}" for name, value in values.items()))
         notice(talk.session.sampling_line)
         return
-    given, _, text = argument.partition(" ")
-    name = given.replace("-", "_")
+    option, _, text = argument.partition(" ")
+    name = option.replace("-", "_")
     if name not in SETTINGS:
-        raise ArgumentError(
-            f"/set {given}", f"is no option{did_you_mean(name, SETTINGS) or '; /set lists them'}"
-        )
+        near = did_you_mean(name, SETTINGS) or "; /set lists them"
+        raise ArgumentError(f"/set {option}", f"is not an option{near}")
     if not text.strip():
-        raise ArgumentError(f"/set {given}", "needs a value; default takes it back")
+        raise ArgumentError(f"/set {option}", "needs a value; default resets it")
     value = _value(name, text.strip())
     if name == "max_tokens":
         talk.run = replace(talk.run, max_tokens=RunOptions().max_tokens if value is None else value)
     else:
         changed: dict[str, Any] = {name: OPTIONS[name].default if value is None else value}
-        talk.set_sampling(replace(talk.wanted, **changed))
+        talk.set_sampling(replace(talk.sampling, **changed))
     notice(f"{name} is {text.strip()} from the next answer on", talk.run.quiet)
 
 
 def _value(name: str, text: str) -> Any:
-    """A value as it was written; None: the default."""
+    """Parse a value; None means the default."""
     if text in ("default", "none"):
         return None
     is_fraction = name in OPTIONS and "float" in str(OPTIONS[name].type)
@@ -237,18 +238,18 @@ COMMANDS = (
     Command(
         ("/edit",), "[TEXT]", "asks TEXT instead of the last question; without TEXT you edit that", _edit
     ),
-    Command(("/undo",), "", "takes the last question and its answer back", _undo),
+    Command(("/undo",), "", "removes the last question and its answer", _undo),
     Command(("/reset",), "", "forgets every turn; the system prompt stays", _reset),
     Command(("/system",), "[TEXT]", "sets the system prompt, or shows it", _system),
     Command(
         ("/set",),
         "[NAME VALUE]",
-        "sets an option of sampling or max_tokens, or shows all",
+        "sets max_tokens or a sampling option, or shows all",
         _set,
         completes="setting",
     ),
     Command(("/save",), "PATH", "saves the conversation and its cache", _save, needs=True, completes="path"),
-    Command(("/load",), "PATH", "goes on with a saved conversation", _load, needs=True, completes="path"),
+    Command(("/load",), "PATH", "continues a saved conversation", _load, needs=True, completes="path"),
     Command(("/stats",), "", "shows the numbers of the last answer", _stats),
     Command(("/cache",), "", "shows what the cache has reserved and used", _cache),
 )

@@ -1,8 +1,8 @@
-"""Text on a terminal while it is still being written: pieces that are final, and the piece under way.
+"""Render text while it is still being written: return final pieces, and the unfinished piece.
 
-A piece is a block of markdown, an item of a list or a line of code; rich renders it. What a model wrote is
-never rich's own markup, and no part of it is left out: HTML, the address of a link and the definition of one
-are shown as text.
+A piece is a block of markdown, an item of a list or a line of code; rich renders it. Model output is never
+read as rich's markup, and nothing in it is dropped: HTML, the addresses of links and link definitions are
+shown as text.
 """
 
 import copy
@@ -23,11 +23,11 @@ from rich.theme import Theme
 
 from kvant.cli.terminal import escaped
 
-# No backgrounds and no blue: an answer can be read on dark and on light.
+# No backgrounds and no blue, so that answers are readable on dark and on light.
 THEME = Theme({"markdown.code": "cyan", "markdown.link": "underline", "markdown.link_url": "dim"})
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).disable("reference")
 LISTS = ("bullet_list_open", "ordered_list_open")
-BEFORE = 40  # lines of code that are looked at again for the colours of the next: a long text in quotes
+BEFORE = 40  # lines of code that are highlighted again before new ones, for example for multi-line strings
 UNLIMITED = 1 << 20  # columns
 
 
@@ -36,7 +36,7 @@ class _Heading(elements.Heading):
 
 
 class _List(elements.ListElement):
-    """Numbers with a full stop, as wide in the first item as in the tenth: items are rendered one by one."""
+    """Numbers end with a full stop and have equal width, because items are rendered one by one."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         ordered = self.list_type == "ordered_list_open"
@@ -53,12 +53,12 @@ class _Markdown(elements.Markdown):
     elements = elements.Markdown.elements | {"heading_open": _Heading} | dict.fromkeys(LISTS, _List)
 
 
-# Without hyperlinks: a link's text would hide where it leads. It is copied, because to make one takes long.
+# Without hyperlinks: a link's text would hide its address. Copied, because constructing one is slow.
 EMPTY = _Markdown("", code_theme="ansi_dark", hyperlinks=False)
 
 
 def _markdown(tokens: list[Token]) -> _Markdown:
-    """Make a renderable of a block's tokens; of an image its text and address."""
+    """Make a renderable of a block's tokens; an image becomes its text and address."""
     for token in tokens:
         for child in token.children or ():
             if child.type == "image":
@@ -72,63 +72,60 @@ def _markdown(tokens: list[Token]) -> _Markdown:
 
 
 class _CodeLine(Text):
-    """A line of code. When it is final, the terminal breaks it, so that it can be copied whole."""
+    """A line of code. When it is final, the terminal wraps it, so that it can be copied as one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
     """A block, or an item of a list."""
 
-    start: int  # its first line in the source
+    start: int  # first line in the source
     pieces: list[RenderableType]
     number: int | None = None  # of an item after the first
 
 
 class GrowingText:
-    """Text that grows, as markdown or as it is."""
+    """Text that grows, shown as markdown or plain."""
 
     def __init__(self, stream: TextIO, *, markdown: bool, style: str = "") -> None:
-        """``stream``: the terminal, for the colours it has; ``style``: of text that is no markdown."""
+        """``stream``: the terminal, which determines the colors; ``style``: of plain text."""
         self._console = Console(file=stream, theme=THEME, highlight=False, markup=False, emoji=False)
         self._markdown = markdown
         self._style = style
-        self._source = ""  # from the start of the block under way
-        self._end = 0  # of the complete lines of it that were looked at
-        self._number: int | None = None  # of that block
-        self._is_first = True  # whether that block is the first
-        self._given = 0  # of its pieces
+        self._source = ""  # from the start of the unfinished block
+        self._end = 0  # how much of the source, in complete lines, was processed
+        self._number: int | None = None  # of the unfinished block
+        self._is_first = True  # whether the unfinished block is the first one
+        self._num_returned = 0  # pieces of the source that were returned
 
     def add(self, text: str) -> None:
         self._source = (self._source + text).replace("\r\n", "\n")
 
     def take(self, width: int, *, ended: bool = False) -> tuple[list[str], list[str]]:
-        """Return the lines that are final, each given once, and the lines under way. Empty lines at the end
-        are left out.
+        """Return lines that are final, each only once, and unfinished lines, without empty ones at the end.
 
         ``ended``: no text follows.
         """
-        # A line that is not complete may still change what the lines before it mean.
+        # An incomplete line may still change the meaning of the lines before it.
         end = len(self._source) if ended else self._source.rfind("\n") + 1
         pieces = self._finished(end, ended) if ended or end > self._end else []
         final = [line for piece in pieces for line in self._lines(piece, width, True)]
-        under_way = [] if ended else _flat(self._blocks(self._source))[self._given :]
+        under_way = [] if ended else _flat(self._blocks(self._source))[self._num_returned :]
         return final, [line for piece in under_way for line in self._lines(piece, width, False)]
 
     def _finished(self, end: int, ended: bool) -> list[RenderableType]:
-        """Return the pieces that the source's first ``end`` characters make final, and drop blocks before the
-        last.
-        """
+        """Return pieces that the first ``end`` characters make final; drop all blocks but the last."""
         blocks = self._blocks(self._source[:end])
         pieces = _flat(blocks)
-        count = len(pieces) if ended else max(0, len(pieces) - 1)  # the last may go on
-        final = pieces[self._given : count]
+        count = len(pieces) if ended else max(0, len(pieces) - 1)  # the last one may still grow
+        final = pieces[self._num_returned : count]
         self._end = end
-        self._given = count
+        self._num_returned = count
         if len(blocks) > 1:
             last = blocks[-1]
             left = "\n".join(self._source.split("\n")[last.start :])
             self._end -= len(self._source) - len(left)
-            self._given -= len(pieces) - len(last.pieces)
+            self._num_returned -= len(pieces) - len(last.pieces)
             self._source = left
             self._number = last.number
             self._is_first = False
@@ -139,23 +136,24 @@ class GrowingText:
         if not self._markdown:
             lines = source.rstrip().split("\n") if source.strip() else []
             return [_Block(i, [Text(escaped(line), self._style)]) for i, line in enumerate(lines)]
-        found: list[_Block] = []
+        blocks: list[_Block] = []
         for tokens in _outermost(PARSER.parse(escaped(source))):
             opening = tokens[0]
             start = opening.map[0] if opening.map else 0
-            empty: list[RenderableType] = [] if self._is_first and not found else [""]
+            empty: list[RenderableType] = [] if self._is_first and not blocks else [""]
             if opening.type in LISTS:
-                number = None if found else self._number
-                found += _items(tokens, empty if number is None else [], number)
+                number = None if blocks else self._number
+                blocks += _items(tokens, empty if number is None else [], number)
             elif opening.type == "fence":
-                found.append(_Block(start, empty + _code(opening, 0 if found else self._given)))
+                skippable = 0 if blocks else self._num_returned
+                blocks.append(_Block(start, empty + _code(opening, skippable)))
             else:
                 is_rule = opening.type == "hr"
-                found.append(_Block(start, [*empty, Rule(style="dim") if is_rule else _markdown(tokens)]))
-        return found
+                blocks.append(_Block(start, [*empty, Rule(style="dim") if is_rule else _markdown(tokens)]))
+        return blocks
 
     def _lines(self, piece: RenderableType, width: int, is_final: bool) -> list[str]:
-        """Render a piece, with no control character but those of styles and no spaces at the lines' ends."""
+        """Render a piece without control characters except styles, and without trailing spaces."""
         columns = UNLIMITED if is_final and isinstance(piece, _CodeLine) else width
         rows = self._console.render_lines(piece, self._console.options.update_width(columns), pad=False)
         with self._console.capture() as captured:
@@ -171,17 +169,17 @@ def _flat(blocks: list[_Block]) -> list[RenderableType]:
 
 
 def _outermost(tokens: list[Token]) -> list[list[Token]]:
-    """Return the tokens of each block of the outermost level."""
-    found: list[list[Token]] = []
+    """Group the tokens by outermost block."""
+    blocks: list[list[Token]] = []
     for token in tokens:
         if token.level == 0 and token.nesting >= 0:
-            found.append([])
-        found[-1].append(token)
-    return found
+            blocks.append([])
+        blocks[-1].append(token)
+    return blocks
 
 
 def _items(tokens: list[Token], empty: list[RenderableType], number: int | None) -> Iterator[_Block]:
-    """Make a block of each item of a list; ``number``: of the first one, if there were items before it."""
+    """Make a block of each list item; ``number`` is the first item's if items before it were dropped."""
     opening = tokens[0]
     starts = [i for i, token in enumerate(tokens) if token.type == "list_item_open" and token.level == 1]
     first = int(opening.attrs.get("start", 1)) if number is None else number
@@ -192,10 +190,10 @@ def _items(tokens: list[Token], empty: list[RenderableType], number: int | None)
         yield _Block((tokens[start].map or [0])[0], pieces, first + index if index else number)
 
 
-def _code(token: Token, given: int) -> list[RenderableType]:
-    """Cut a block of code into lines with its marks, of which the first ``given`` need no colours."""
+def _code(token: Token, skippable: int) -> list[RenderableType]:
+    """Cut a code block into lines with its marks; the first ``skippable`` lines need no highlighting."""
     lines = token.content.removesuffix("\n").split("\n") if token.content else []
-    skipped = max(0, given - BEFORE)
+    skipped = max(0, skippable - BEFORE)
     syntax = Syntax("", token.info.partition(" ")[0] or "text", theme="ansi_dark", background_color="default")
     code = syntax.highlight("\n".join(lines[skipped:])).split("\n", allow_blank=True)
     coloured = [_CodeLine.assemble(line) for line in code[: len(lines) - skipped]]

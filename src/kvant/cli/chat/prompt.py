@@ -1,4 +1,4 @@
-"""The line of input on a terminal: its history, keys and completion, and the status line under it."""
+"""The input line on a terminal: history, keys and completion, and a status line below."""
 
 import os
 import sys
@@ -21,9 +21,9 @@ from kvant.cli.chat.commands import BY_NAME, COMMANDS, SETTINGS
 from kvant.cli.chat.talk import Talk, notice
 
 MAX_HISTORY = 1 << 20  # bytes
-MAX_SHOWN = 1000  # characters of a paste; a longer one, or one of more lines, is shown as one word
+MAX_SHOWN = 1000  # characters of a paste; a longer one, or one with more lines, is shown as a placeholder
 MAX_LINES = 10
-QUOTES = '"""'  # a message between them may have lines typed with Enter
+QUOTES = '"""'  # a message between these may have lines typed with Enter
 STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack", "bottom-toolbar.text": ""})
 
 
@@ -47,7 +47,7 @@ class Prompt:
         )
 
     def read(self) -> str:
-        """The next message; what is to be edited stands there already."""
+        """Read the next message; the line starts with a draft if there is one."""
         draft = self._pastes.shortened(self._talk.draft)
         self._talk.draft = ""
         typed = self._session.prompt("> ", default=draft)
@@ -58,13 +58,13 @@ class Prompt:
 
 
 class _Pastes:
-    """Long texts, which stand in the line of input as one short word: they would fill the screen."""
+    """Long texts that the input line shows as short placeholders, because they would fill the screen."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, str] = {}  # by what stands for it
+        self._texts: dict[str, str] = {}  # by placeholder
 
     def shortened(self, text: str) -> str:
-        """Return what stands for the text in the line of input; a short one is itself."""
+        """Return a placeholder for a long text; return a short text unchanged."""
         if len(text) <= MAX_SHOWN and text.count("\n") < MAX_LINES:
             return text
         number = len(self._texts) + 1
@@ -74,14 +74,14 @@ class _Pastes:
         return f"{command}{space}{short}"
 
     def whole(self, text: str) -> str:
-        """Return the text with everything that was shortened in it."""
+        """Replace all placeholders with their texts."""
         for short, long in self._texts.items():
             text = text.replace(short, long)
         return text
 
 
 def _keys(pastes: _Pastes) -> KeyBindings:
-    """Enter sends, Alt-Enter (or Escape, then Enter) begins a new line."""
+    """Let Enter send, and Alt-Enter (or Escape, then Enter) begin a new line."""
     keys = KeyBindings()
 
     @keys.add("enter", filter=~is_searching)
@@ -105,7 +105,7 @@ def _keys(pastes: _Pastes) -> KeyBindings:
 
 
 class _Completer(Completer):
-    """Commands; and paths and options as their arguments."""
+    """Complete commands, and paths and options as their arguments."""
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
@@ -114,9 +114,9 @@ class _Completer(Completer):
             return
         if not space:
             for command in COMMANDS:
-                found = next((known for known in command.names if known.startswith(name)), None)
-                if found:
-                    yield Completion(found, -len(name), display_meta=command.help)
+                match = next((known for known in command.names if known.startswith(name)), None)
+                if match:
+                    yield Completion(match, -len(name), display_meta=command.help)
             return
         kind = BY_NAME[name].completes if name in BY_NAME else ""
         if kind == "path":
@@ -127,14 +127,14 @@ class _Completer(Completer):
 
 
 class _History(FileHistory):
-    """Of all sessions, in a file that only this user reads."""
+    """The history of all conversations, in a file that only this user can read."""
 
     def __init__(self, path: Path, pastes: _Pastes) -> None:
         super().__init__(path)
         self._pastes = pastes
 
     def store_string(self, string: str) -> None:
-        with suppress(OSError, UnicodeError):  # a full disk, bytes that are no text: the conversation goes on
+        with suppress(OSError, UnicodeError):  # do not stop for a full disk or for bytes that are not text
             super().store_string(self._pastes.whole(string))
 
 
@@ -148,13 +148,13 @@ def _history(pastes: _Pastes) -> History:
         path.chmod(0o600)
         _shorten(path)
     except OSError as error:
-        notice(f"the history of questions is not kept: {error}")
+        notice(f"the history of questions is not saved: {error}")
         return InMemoryHistory()
     return _History(path, pastes)
 
 
 def _shorten(path: Path) -> None:
-    """Keep the newer half of a history that is long."""
+    """Drop the older half of a long history."""
     if path.stat().st_size > MAX_HISTORY:
-        kept = path.read_bytes()[-MAX_HISTORY // 2 :]
-        path.write_bytes(kept[kept.find(b"\n# ") + 1 :])  # from the start of an entry
+        newer = path.read_bytes()[-MAX_HISTORY // 2 :]
+        path.write_bytes(newer[newer.find(b"\n# ") + 1 :])  # from the start of an entry
