@@ -10,7 +10,8 @@ MAX_SIZE = 2**24
 
 
 # More than any published config.json has; those of layers are far fewer.
-MAX_LIST, MAX_OBJECT = 4096, 2**15
+MAX_LIST = 4096
+MAX_OBJECT = 2**15
 
 
 def check_lengths(raw: Mapping[str, Any], *, lists: int = MAX_LIST, objects: int = MAX_OBJECT) -> None:

@@ -143,9 +143,13 @@ def cgroup_limit(proc: Path = Path("/proc/self"), root: Path = Path("/")) -> int
         hierarchy, _, rest = group.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0" and not controllers:
-            kind, option, name = "cgroup2", None, "memory.max"
+            kind = "cgroup2"
+            option = None
+            name = "memory.max"
         elif "memory" in controllers.split(","):
-            kind, option, name = "cgroup", "memory", "memory.limit_in_bytes"
+            kind = "cgroup"
+            option = "memory"
+            name = "memory.limit_in_bytes"
         else:
             continue
         for mount in mounts:

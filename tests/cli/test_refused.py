@@ -111,9 +111,15 @@ USAGE = [
         f"generate --prompts-file prompts --sequences {'9' * 20}",
         f"--sequences is {'9' * 20}; expected at most",
     ),
-    ("generate --prompts-file prompts --prompt-cache-file x", "--prompt-cache-file is 'x'; it is not supported with"),
+    (
+        "generate --prompts-file prompts --prompt-cache-file x",
+        "--prompt-cache-file is 'x'; it is not supported with",
+    ),
     ("generate pocket a --prompts-file prompts", "as an argument and with --prompts-file"),
-    ("generate --prompts-file prompts --ignore-chat-template", "prompts: line 3: messages need the chat template"),
+    (
+        "generate --prompts-file prompts --ignore-chat-template",
+        "prompts: line 3: messages need the chat template",
+    ),
     # Drafts.
     ("generate a --draft-model pocket --num-draft-tokens 8", "--num-draft-tokens is 8; expected 1 to 7"),
     ("generate a --num-draft-tokens 3", "--num-draft-tokens is 3, which has no effect"),

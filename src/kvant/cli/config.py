@@ -23,7 +23,8 @@ from kvant.files import read_user_file
 
 FILE = "config.toml"
 MAX_BYTES = 32 * 1024  # Python's TOML parser can take more than linear time
-PATH_VARIABLE, MODEL_VARIABLE = "KVANT_CONFIG", "KVANT_MODEL"
+PATH_VARIABLE = "KVANT_CONFIG"
+MODEL_VARIABLE = "KVANT_MODEL"
 PRESETS = "presets"
 WORDS = {
     bool: "true or false",

@@ -79,7 +79,8 @@ def _parts(diagnosis: "Diagnosis") -> Iterator[Union[str, "Table"]]:
     yield ", ".join(f"{name} {number}" for name, number in environment.versions.items())
     yield environment.system
     yield f"device: {environment.device}, {environment.cores} cores"
-    memory, limit = format_bytes(machine.memory_bytes), format_bytes(machine.limit_bytes)
+    memory = format_bytes(machine.memory_bytes)
+    limit = format_bytes(machine.limit_bytes)
     yield f"memory: {memory}, usable {limit} ({machine.limit_source})"
     yield f"BLAS: {environment.blas}"
     yield f"compiler: {diagnosis.compiler}"

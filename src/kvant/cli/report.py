@@ -19,7 +19,8 @@ from kvant.text.tokenizer import Tokenizer
 
 DEFAULT_TOKENS = 8192
 DEFAULT_MAX_KLD = 0.005
-DEFAULT_SAMPLES, DEFAULT_SEED = 10, 0
+DEFAULT_SAMPLES = 10
+DEFAULT_SEED = 0
 PIECES = 4  # pieces of a text for tuning; half of them check the result
 
 

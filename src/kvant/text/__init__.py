@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizer, chat template, prompts."""
+"""Convert text to tokens and back: tokenizer, chat template, prompts."""

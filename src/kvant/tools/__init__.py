@@ -1,1 +1,1 @@
-"""What measures, predicts and prepares; nothing below imports it."""
+"""Tools that measure, predict and prepare; no lower room imports them."""

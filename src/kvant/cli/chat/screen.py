@@ -12,7 +12,8 @@ from kvant.cli.chat.markdown import GrowingText
 EVERY_S = 0.03
 SHARE = 9  # pause between drawings, in multiples of their time, so that a fast model is not slowed down
 STEADY_S = 0.2  # a window that is being resized changes its size more often
-ERASE_BELOW, ERASE_SCREEN = "\x1b[J", "\x1b[H\x1b[2J"
+ERASE_BELOW = "\x1b[J"
+ERASE_SCREEN = "\x1b[H\x1b[2J"
 
 
 class Screen:
@@ -102,5 +103,6 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
     try:
         columns, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
-        columns, rows = 0, 0
+        columns = 0
+        rows = 0
     return columns or 80, rows or 24

@@ -1,1 +1,1 @@
-"""Measuring speed: every token's latency, recorded, summed up and drawn."""
+"""Measure the latency of every token; record, summarize and plot it."""

@@ -51,7 +51,8 @@ class Kvant:
         # of all weights, and of those that a step reads
         self.weight_bytes = self._model.nbytes + drafting, self._model.nbytes_read
         self.drafts: DraftCounts | None = None  # of the last run; None without drafts
-        self._spec, self._prefill_step_size = spec, prefill_step_size
+        self._spec = spec
+        self._prefill_step_size = prefill_step_size
         if spec.kv_format in (None, PMX):
             self._cache_options = CacheOptions.from_keywords(
                 kv_bits=spec.kv_bits or 0,
@@ -117,7 +118,8 @@ class MLXLM:
         self.dtype = str(main_dtype(self._model)).removeprefix("mlx.core.")  # of most floating-point weights
         nbytes = sum(array.nbytes for array in parameters(self._model).values())
         self.weight_bytes = nbytes, bytes_read(self._model, experts_used)
-        self._spec, self._prefill_step_size = spec, prefill_step_size
+        self._spec = spec
+        self._prefill_step_size = prefill_step_size
         self._cache: list[Any] = []
         self._fed = 0  # tokens fed in the last run
 
@@ -126,7 +128,8 @@ class MLXLM:
         from mlx_lm.generate import generate_step, generation_stream, wired_limit
         from mlx_lm.models.cache import make_prompt_cache
 
-        self._cache, self._fed = [], len(prompt) + max_tokens
+        self._cache = []
+        self._fed = len(prompt) + max_tokens
         # generate_step replaces layers with quantized ones in this list
         cache = self._cache = make_prompt_cache(self._model)
         options: dict[str, Any] = {"prefill_step_size": self._prefill_step_size, "quantized_kv_start": 0}

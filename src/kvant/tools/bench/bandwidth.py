@@ -17,7 +17,8 @@ def copy_bandwidth_gb_s(size: int = COPY_BYTES) -> float:
     """
     row = 64 * 1024
     rows = size // row
-    source, target = mx.random.uniform(shape=(rows, row // 4)), mx.zeros((rows, row // 4))
+    source = mx.random.uniform(shape=(rows, row // 4))
+    target = mx.zeros((rows, row // 4))
     mx.eval(source, target)
 
     def copy() -> None:

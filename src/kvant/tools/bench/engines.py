@@ -19,7 +19,9 @@ SETTINGS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mlx-lm": (DTYPES, (OPENBLAS,)),
 }
 MLX_LM_GROUPS = (64, 32, 128)  # group sizes that MLX quantizes, mlx-lm's default first
-DRAFTS, ONE_BY_ONE = ", drafts", ", one by one"  # suffixes of labels
+# suffixes of labels
+DRAFTS = ", drafts"
+ONE_BY_ONE = ", one by one"
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,8 @@ def summarize(recording: Recording) -> list[Summary]:
     for lengths in sorted(cases, key=lambda lengths: (len(lengths), lengths)):
         engines = cases[lengths]
         for label in (label for label in recording.engines if label in engines):
-            runs, base = engines[label], engines.get(recording.header.baseline, {})
+            runs = engines[label]
+            base = engines.get(recording.header.baseline, {})
             plain = engines.get(
                 label.removesuffix(DRAFTS) if label.endswith(DRAFTS) else label + ONE_BY_ONE, {}
             )

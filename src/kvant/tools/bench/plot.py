@@ -125,7 +125,8 @@ def _width(runs: Sequence[Run]) -> int:
 
 def _curve(runs: Sequence[Run], quartiles: bool) -> tuple[Sequence[float], ...]:
     """Return positions on the axis, and for each the median over runs and the band's low and high."""
-    width, context = _width(runs), runs[0].prompt_tokens[0]
+    width = _width(runs)
+    context = runs[0].prompt_tokens[0]
     bins: dict[int, list[float]] = {}  # each run's median of the merged positions
     for run in runs:
         gaps = gaps_ms(run)

@@ -63,7 +63,8 @@ class Worker:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._commands, self._answers = self._process.stdin, self._process.stdout
+        self._commands = self._process.stdin
+        self._answers = self._process.stdout
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """Send a command and wait for its answer; raise a BenchError if it fails or the process ends."""
@@ -115,7 +116,8 @@ def measure(plan: Plan, recording: Recording, progress: Progress) -> None:
             worker = workers[spec] = stack.enter_context(Worker(spec.label, environment))
             sizes = {"model": str(plan.model), "prefill_step_size": plan.prefill_step_size}
             known = worker.ask(command="load", engine=asdict(spec), **sizes)
-            bits, group = spec.kv_bits, spec.kv_group_size
+            bits = spec.kv_bits
+            group = spec.kv_group_size
             recording.add(
                 Engine(engine=spec.label, name=spec.name, kv_bits=bits, kv_group_size=group, **known)
             )
@@ -159,7 +161,8 @@ def _speed(run: Run, max_tokens: int, drafts: bool) -> str:
     if run.together:
         seconds = max(times[-1] for times in run.arrivals_ms) / 1e3
         return f"{sum(map(len, run.arrivals_ms)) / seconds:.1f} tokens/s in all"
-    (times,), gaps = run.arrivals_ms, gaps_ms(run)
+    (times,) = run.arrivals_ms
+    gaps = gaps_ms(run)
     middle = fmean if drafts else median  # tokens of one step arrive together: a median means nothing
     typical = f", then {middle(gaps):.2f} ms a token" if gaps else ""
     ended = f", ended after {len(times)} tokens" if len(times) < max_tokens else ""

@@ -30,7 +30,9 @@ class StreamingServer:
     def __init__(self, url: str, *, model: str | None = None, timeout_s: float = 600.0) -> None:
         """``url`` may end in ``/v1``; ``model`` None: name none; ``timeout_s``: longest wait for text."""
         self.usage: dict[str, int] = {}
-        self._url, self._timeout_s, self._extras = url, timeout_s, dict(EXTRAS)
+        self._url = url
+        self._timeout_s = timeout_s
+        self._extras = dict(EXTRAS)
         self._model = {} if model is None else {"model": model}
         # Ignore the environment: no proxy and no login from ~/.netrc. Redirects are not followed.
         limits = httpx2.Limits(max_keepalive_connections=0)
@@ -68,7 +70,9 @@ class StreamingServer:
         raise self._error(f"answered {response.status_code} {response.reason_phrase} with {kind}: {text}")
 
     def _read(self, response: httpx2.Response, max_tokens: int) -> Generator[str, None, None]:
-        count, self.usage, useful_at = 0, {}, time.monotonic()
+        count = 0
+        self.usage = {}
+        useful_at = time.monotonic()
         for data in self._events(response):
             if time.monotonic() - useful_at > self._timeout_s:  # for example, only comments arrive
                 raise TimeoutError

@@ -80,7 +80,8 @@ def write_random(shape: Shape, folder: Path, *, bits: int, group_size: int = 64,
     The same seed writes the same bytes.
     """
     size = shape_bytes(shape, bits, group_size)
-    needed, free = size + DISK_RESERVE_BYTES, shutil.disk_usage(folder).free
+    needed = size + DISK_RESERVE_BYTES
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise KvantError(
             f"{folder}: {shape.name} needs {format_bytes(needed)} of disk; {format_bytes(free)} are free"

@@ -58,7 +58,8 @@ class LocalEngine:
             else:
                 tokens = ((0, token) for token in adapter.tokens(prompts[0], max_tokens))
             with closing(tokens):
-                started, cpu_started = time.perf_counter(), time.process_time()
+                started = time.perf_counter()
+                cpu_started = time.process_time()
                 for number, token in tokens:
                     arrivals[number].append((time.perf_counter() - started) * 1e3)
                     token_ids[number].append(token)

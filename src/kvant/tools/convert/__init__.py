@@ -1,1 +1,1 @@
-"""A checkpoint to another format of weights."""
+"""Convert a checkpoint to another format of weights."""

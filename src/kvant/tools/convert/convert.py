@@ -138,7 +138,8 @@ def _build(
     """Return mlx-lm's model with lazy weights, its config.json, and the source's size in bytes."""
     from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 
-    (config, tensors), share = open_folder(source), everything(config).share
+    (config, tensors) = open_folder(source)
+    share = everything(config).share
     weights = {  # mlx-lm stacks experts
         f"{prefix}{row.path}.weight": stack
         for prefix, rows in expert_roles(config)

@@ -1,1 +1,1 @@
-"""What ``kvant doctor`` finds out: the machine, every operator's path, whether the fused kernel is right."""
+"""Diagnose the machine, every operator's path, and whether the fused kernel is right."""

@@ -124,7 +124,8 @@ def diagnose(progress: Callable[[int, int], None]) -> Diagnosis:
 def operator_paths() -> list[OperatorPath]:
     """Return the path that every operator takes on this machine, and why."""
     choice = choose()
-    path, reason = UNFUSED if choice.backend is None else f"fused ({choice.backend})", choice.reason
+    path = UNFUSED if choice.backend is None else f"fused ({choice.backend})"
+    reason = choice.reason
     more = (
         f"the kernel is for few queries; more than {MAX_NEW_TOKENS} "
         "are a product with dequantized keys and values"

@@ -9,7 +9,10 @@ from kvant.models.matrix import DenseMatrix
 from kvant.tools.bench.bandwidth import copy_bandwidth_gb_s
 from kvant.tools.statistics import median_ms
 
-INPUTS, OUTPUTS, MATRICES = 1024, 2048, 16  # 128 MiB, above any last-level cache
+# 128 MiB, above any last-level cache
+INPUTS = 1024
+OUTPUTS = 2048
+MATRICES = 16
 COPY_BYTES = 128 * 1024 * 1024
 REPEATS = 5
 

@@ -12,7 +12,9 @@ from kvant.ranks.group import Ranks
 from kvant.sizes import physical_memory
 from kvant.tools.statistics import median_ms
 
-ROUND_TRIPS, SUMS = 100, 5  # measured, after one warm-up
+# measured, after one warm-up
+ROUND_TRIPS = 100
+SUMS = 5
 LARGE = 4 * 1024 * 1024  # numbers: 16 MiB of float32
 FACTS_BYTES = 2048  # more than a rank's results take
 

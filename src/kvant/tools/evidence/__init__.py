@@ -1,1 +1,1 @@
-"""What ``kvant evidence`` measures and checks: this machine and a model, in one file."""
+"""Measure this machine and a model into one file, and check such files."""

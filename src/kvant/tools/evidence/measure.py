@@ -44,9 +44,11 @@ CONTEXTS = (1024, 8192, 32768)
 LAYERS_BYTES = 256 * 1024 * 1024  # size of MLX's keys and values, larger than a processor's caches
 MOST_LAYERS = 16
 RANDOM = "qwen2.5-0.5b"  # with random 4-bit weights
-PROMPTS, RANDOM_PROMPTS = (128, 1024), (128,)
+PROMPTS = (128, 1024)
+RANDOM_PROMPTS = (128,)
 REPORT_TOKENS = 2048
-MAX_TOKENS, ROUNDS = 32, 7
+MAX_TOKENS = 32
+ROUNDS = 7
 DRIFTS = 0.05  # report a drift with a smaller probability
 LATEST_S = 540  # no measurement begins later, so that all of them take ten minutes
 

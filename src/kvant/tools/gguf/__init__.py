@@ -1,1 +1,1 @@
-"""GGUF files, the format of llama.cpp, Ollama and LM Studio, turned into model folders."""
+"""Import GGUF files, the format of llama.cpp, Ollama and LM Studio, as model folders."""

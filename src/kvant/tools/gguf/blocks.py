@@ -117,7 +117,9 @@ def _read_k(bits: int, blocks: Bytes) -> Groups:
     0 to 3 and 4 to 7. The last four have their low halves in bytes 8 to 11, scales in the low nibbles and
     minima in the high ones, and their top two bits above the first four's.
     """
-    scales, minima, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = blocks[:, 4:8]
+    minima = blocks[:, 8:12]
+    low = blocks[:, 12:16]
     # (n, 8)
     scale = np.concatenate([scales & 0x3F, low & 0x0F | scales >> 6 << 4], axis=1).astype(np.float32)
     minimum = np.concatenate([minima & 0x3F, low >> 4 | minima >> 6 << 4], axis=1).astype(np.float32)

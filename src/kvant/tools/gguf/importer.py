@@ -77,7 +77,8 @@ def import_gguf(path: Path, dest: Path, progress: Progress = lambda done, total:
 def _text_files(file: GGUFFile, raw: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of the JSON files by name."""
     tokenizer, tokenizer_config = build_tokenizer(file.metadata)
-    count, rows = len(tokenizer["model"]["vocab"]), raw["vocab_size"]
+    count = len(tokenizer["model"]["vocab"])
+    rows = raw["vocab_size"]
     if count > rows:
         raise ConvertError(f"tokenizer.ggml.tokens has {count} tokens; the embedding has {rows} rows")
     files = {"tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config, "config.json": raw}

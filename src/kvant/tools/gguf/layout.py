@@ -47,7 +47,8 @@ ORIGINAL_CONTEXT = "original_max_position_embeddings"
 LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL_CONTEXT: 8192}
 
 # Metadata keys, without the architecture's prefix, and their names in config.json.
-HIDDEN, HEADS = "embedding_length", "attention.head_count"
+HIDDEN = "embedding_length"
+HEADS = "attention.head_count"
 SIZES = {
     HIDDEN: "hidden_size",
     "block_count": "num_hidden_layers",
@@ -61,10 +62,14 @@ EXPERT_SIZES = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-KV_HEADS, HEAD_DIM, THETA = "attention.head_count_kv", "attention.key_length", "rope.freq_base"
+KV_HEADS = "attention.head_count_kv"
+HEAD_DIM = "attention.key_length"
+THETA = "rope.freq_base"
 # must equal HEAD_DIM
 WIDTHS = ("attention.value_length", "rope.dimension_count")
-SCALING, FACTOR, ORIGINAL = "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"
+SCALING = "rope.scaling.type"
+FACTOR = "rope.scaling.factor"
+ORIGINAL = "rope.scaling.original_context_length"
 # Read if present, or without effect on the computation.
 OPTIONAL = (
     KV_HEADS,
@@ -113,7 +118,8 @@ def read_config(file: GGUFFile) -> Json:
     for key in sizes:
         if key not in settings:
             raise ConvertError(f"{kind}.{key} is missing")
-    heads, hidden = settings[HEADS], settings[HIDDEN]
+    heads = settings[HEADS]
+    hidden = settings[HIDDEN]
     if not all(type(size) is int and size > 0 for size in (heads, hidden)):
         raise ConvertError(f"{kind}.{HEADS} is {str(heads)[:40]}; expected one number for every layer")
     head_dim = settings.get(HEAD_DIM, hidden // heads)

@@ -21,7 +21,9 @@ NAME = re.compile(
     r"(?:(?P<host>[\w.-]+(?::\d+)?)/)??(?:(?P<owner>[\w.-]+)/)?(?P<name>[\w.-]+)(?::(?P<tag>[\w.-]+))?",
     re.ASCII,
 )
-DEFAULT_HOST, DEFAULT_OWNER, DEFAULT_TAG = "registry.ollama.ai", "library", "latest"
+DEFAULT_HOST = "registry.ollama.ai"
+DEFAULT_OWNER = "library"
+DEFAULT_TAG = "latest"
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 

@@ -33,7 +33,8 @@ MAX_ALIGNMENT = 2**16
 
 # Types of metadata values: struct's codes of numbers, and two others.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-TEXT, ARRAY = 8, 9
+TEXT = 8
+ARRAY = 9
 
 
 @dataclass(frozen=True, slots=True)

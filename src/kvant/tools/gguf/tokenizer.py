@@ -48,7 +48,11 @@ NFC = ("qwen2",)
 MAX_PIECE = 256  # characters of a SentencePiece token; each position in it may be a merge
 SPACE = "▁"  # SentencePiece's
 # tokenizer.ggml.token_type; 5 is an unused token
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+BYTE = 6
 ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in a text before it is split
 NOT_MERGED = (UNKNOWN, CONTROL, BYTE)  # never produced from ordinary text
 NAMED = {  # in tokenizer_config.json -> the key of its id

@@ -1,1 +1,1 @@
-"""The cost in quality of a cache format, measured on a model and a text."""
+"""Measure how a cache format affects quality, with a model and a text."""

@@ -22,8 +22,12 @@ from kvant.tools.report.formats import REFERENCE, CacheFormat
 from kvant.tools.report.texts import STORY_WORDS, heldout_documents, read_text
 
 HOPS = 4  # from the first variable to the last one with its value
-COMMON, MOST_TIMES = 5, 10  # the number of frequent words, and how often they occur in a long list
-LEAST_TEXT, MOST_TEXT = 200, 8  # bounds of the text: characters at least, characters per token at most
+# the number of frequent words, and how often they occur in a long list
+COMMON = 5
+MOST_TIMES = 10
+# bounds of the text: characters at least, characters per token at most
+LEAST_TEXT = 200
+MOST_TEXT = 8
 NUMBERS = range(10_000, 100_000)
 SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
 # The embedded model knows these.
@@ -81,7 +85,8 @@ def _sentence(text: str, place: int) -> int:
 
 
 def _numbers(keys: int, values: int, hay: Hay) -> Task:
-    words, numbers = hay.words(keys), hay.rng.sample(NUMBERS, keys * values)
+    words = hay.words(keys)
+    numbers = hay.rng.sample(NUMBERS, keys * values)
     sentences = [f"A secret number of {words[n // values]} is {number}." for n, number in enumerate(numbers)]
     asked = int(hay.depth * keys)
     what, verb = ("number", "is") if values == 1 else (f"{values} numbers", "are")
