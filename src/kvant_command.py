@@ -1,6 +1,6 @@
-"""The command's first lines: from here on Ctrl-C ends it with exit code 130 and no traceback.
+"""Start the command so that Ctrl-C ends it with exit code 130 and without a traceback.
 
-Outside the package, whose own first lines load libraries. Nothing is imported here that takes time.
+This file is outside the package, whose import loads libraries, and imports nothing that takes time.
 """
 
 import gc
@@ -9,29 +9,27 @@ import signal
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # its import takes milliseconds in which Ctrl-C is still Python's
+if TYPE_CHECKING:  # importing typing takes milliseconds in which Ctrl-C would print a traceback
     from typing import NoReturn
 
-EXIT_INTERRUPTED = 130  # that of kvant.errors, which cannot be imported yet
+EXIT_INTERRUPTED = 130  # as in kvant.errors, which cannot be imported yet
 
 
 def end_now(signum: int, frame: object) -> "NoReturn":
-    """Leave without a word: while the command starts there is nothing to undo."""
+    """Exit at once: there is nothing to undo while the command starts."""
     os._exit(EXIT_INTERRUPTED)
 
 
 def main() -> "NoReturn":
-    """Run ``kvant`` and leave at once: what the interpreter does at its end takes a tenth of a second, for
-    nothing.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell ignores it for us
+    """Run ``kvant`` and exit at once, without the interpreter's clean-up, which takes a tenth of a second."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the shell ignores it
         signal.signal(signal.SIGINT, end_now)
     if "MLX_RANK" in os.environ:
-        os.environ.setdefault("KVANT_LAUNCHER", str(os.getppid()))  # a rank ends with it, however early
+        os.environ.setdefault("KVANT_LAUNCHER", str(os.getppid()))  # a rank ends with its launcher
     gc.disable()  # imports leave nothing to collect; the command enables it again
     try:
         from kvant.cli import main as command
-    except ImportError as error:  # MLX without a back end: its message says how to install one
+    except ImportError as error:  # MLX has no back end; the message says how to install one
         sys.stderr.write(f"kvant: error: {error}\n")
         os._exit(1)
     try:
@@ -41,6 +39,6 @@ def main() -> "NoReturn":
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # nobody reads any more; what was written before was said to whoever did
+    except OSError:  # nobody reads the output any more
         code = code or 1
     os._exit(code)
