@@ -202,7 +202,7 @@ FORGED = "x\nthe file is unaltered\x1b[2J"
     [
         ({"left_out": 3}, "left_out is 3; expected a list of texts"),
         ({"left_out": [FORGED]}, r"left out: x\nthe file is unaltered\x1b[2J"),
-        ({"parts": [FORGED, "the whole command"]}, r"wrong: not consistent: x\nit is as it"),
+        ({"parts": [FORGED, "the whole command"]}, r"wrong: not consistent: x\nthe file is"),
         ({"command_ms": []}, "the whole command is neither there nor left out"),
         ({"command_ms": [], "parts": []}, "no measurement is 'the whole command'"),
         ({"command_ms": [5.0]}, "the whole command, one token of pocket: 5 ms"),

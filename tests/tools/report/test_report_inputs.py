@@ -169,7 +169,7 @@ def test_tables_and_a_plot(pocket: Pocket, tmp_path: Path) -> None:
     assert "/" in decode[0][-1]
     titles = [line.strip() for line in lines]
     assert "Prefill: 224 predictions, read in chunks" in titles
-    assert "Decode: 75 predictions, read one by one behind 224 tokens" in titles
+    assert "Decode: 75 predictions, read one by one after 224 tokens" in titles
     assert "Recall of what was read from shared pages: 0 " in " ".join(map(str.strip, lines))
     assert all(len(line) <= 80 for line in lines[3:])
     drawn = plot.read_text()
