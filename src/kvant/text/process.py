@@ -57,7 +57,8 @@ class TextProcess:
             time_limit_s: processor time for a request in seconds; None means :data:`TIME_LIMIT_S`.
         """
         self._limit_s = time_limit_s
-        self._lock = threading.RLock()  # a thread may be interrupted while it releases the lock, then retry
+        # Reentrant, so that a thread that was interrupted while it released the lock can continue.
+        self._lock = threading.RLock()
         self._tokenizer = tokenizer
         self._start()
 
