@@ -143,7 +143,7 @@ def test_public_names() -> None:
         "stream_generate",
         *caches,
     ]
-    names.append("batch_generate")
+    names += ["batch_generate", "embed"]
     assert kvant.__all__ == sorted(names)
     assert all(hasattr(kvant, name) for name in kvant.__all__)
 

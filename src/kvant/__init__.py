@@ -13,6 +13,7 @@ from kvant.blas import import_mlx, load_blas
 if TYPE_CHECKING:
     from kvant import sample_utils
     from kvant.engine.batch_generate import batch_generate
+    from kvant.engine.embed import embed
     from kvant.engine.generate import generate, stream_generate
     from kvant.engine.load import load
     from kvant.engine.prompt_cache import (
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "batch_generate",
     "can_trim_prompt_cache",
+    "embed",
     "generate",
     "load",
     "load_prompt_cache",
@@ -54,6 +56,6 @@ def __getattr__(name: str) -> Any:
         return import_module("kvant.sample_utils")
     modules = (
         import_module(f"kvant.engine.{module}")
-        for module in ("load", "generate", "prompt_cache", "batch_generate")
+        for module in ("load", "generate", "prompt_cache", "batch_generate", "embed")
     )
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -23,7 +23,7 @@ from kvant.bridge.rope import rotate_by_matrices
 from kvant.bridge.translation import translated
 from kvant.errors import CheckpointError, ModelError, library_errors
 from kvant.fields import shown
-from kvant.models.as_stored import PARTS, stored_parts, warn_of_head
+from kvant.models.as_stored import PARTS, add_prefix, stored_parts, warn_of_head
 from kvant.models.matrix import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, format_of_shapes, read_quantization
 from kvant.models.tensors import TensorFiles
@@ -79,6 +79,9 @@ def check_bridged(
     try:
         model, config = build(raw)
         tensors = TensorFiles(folder)
+        _, embedding = _ends(tensors)
+        if embedding in EMBEDDINGS and f"model.{embedding}.weight" in parameters(model):
+            add_prefix(tensors, f"model.{embedding}")
         settled = settle_head(raw, tensors)
         if settled is not raw:
             raw = settled

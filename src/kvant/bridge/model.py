@@ -15,6 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvant.bridge.config import BridgedConfig
 from kvant.bridge.few_rows import multiplies_few_rows
+from kvant.bridge.head import find_head, inputs_of
 from kvant.bridge.pool import BridgedBatch, BridgedCache, BridgedPool, attends_separately, reserve
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.cache.layer_format import DTYPES
@@ -70,6 +71,17 @@ class BridgedModel(CachedModel):
         begun = self._begun(inputs, cache)
         self._logits(inputs, begun)  # dropped, so that what only logits need is never computed
         return begun.state
+
+    @cached_property
+    def _head(self) -> Module:
+        return find_head(self.module, self.config.model_type)
+
+    def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
+        begun = self._begun(inputs, cache)
+        with inputs_of(self._head) as given:
+            self._logits(inputs, begun)  # dropped, so that the head's product is never computed
+        states: mx.array = mx.depends(given[-1:], begun.state)[0]
+        return states
 
     def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._outputs(inputs, cache)[:, -1]

@@ -20,6 +20,7 @@ from kvant.errors import KvantError
 from kvant.files import read_user_file
 from kvant.installation import install_command
 from kvant.sizes import format_bytes
+from kvant.text.pooling import PoolingKind
 
 MAX_KEY = 1000  # characters
 MAX_KEYS_BYTES = 1 << 20
@@ -99,6 +100,13 @@ def serve(
             "field and say so.",
         ),
     ] = False,
+    pooling: Annotated[
+        PoolingKind | None,
+        typer.Option(
+            help="Make /v1/embeddings of the last token's state, or of the mean; default: as the model's "
+            "sentence-transformers files say."
+        ),
+    ] = None,
     deterministic: options.Deterministic = False,
     disk_cache: options.DiskCacheFolder = None,
     disk_cache_size: options.DiskCacheSize = None,
@@ -145,6 +153,7 @@ def serve(
         max_queue=max_queue,
         strict=strict,
         keep_alive_s=keep_alive_seconds(keep_alive),
+        pooling=pooling,
         api_keys=read_keys(api_key_file),
         allow_origins=tuple(allow_origin or ()),
     )

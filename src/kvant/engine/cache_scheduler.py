@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvant.cache import KVCache
 from kvant.engine.request import PREFILL_STEP_SIZE, Request, Token, check_count
-from kvant.engine.request_state import RequestState
+from kvant.engine.request_state import PromptState
 from kvant.engine.scheduler import Scheduler
 from kvant.engine.step import feed_tokens
 from kvant.models import LanguageModel
@@ -46,7 +46,7 @@ class CacheScheduler(Scheduler):
         """Tokens that the cache holds for what was handed out."""
         return self.sequence.length - self.sequence.lookahead
 
-    def submit(self, request: Request | RequestState) -> None:
+    def submit(self, request: Request | PromptState) -> None:
         with self._pool.lock:
             super().submit(request)
             self.sequence.go_back(self._handed_out)  # what was left suspended here does not go on

@@ -80,6 +80,7 @@ class Token:
     cache: ModelCache | None = None  # with the last token, where it was wanted
     error: BaseException | None = None  # why an answer failed
     from_draft: bool = False  # the token was drafted
+    embedding: mx.array | None = None  # (D,) float32: the vector of a text, in place of a token
     # id, log-probability and most probable tokens of each token of the prompt but the first
     prompt_logprobs: Sequence[tuple[int, float, Sequence[tuple[int, float]]]] = ()
 

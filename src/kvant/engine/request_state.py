@@ -1,5 +1,6 @@
 """The state of a request in a scheduler, and of each of its answers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +22,54 @@ from kvant.text.grammar import Grammar, Matcher
 from kvant.text.prompt import token_ids
 
 
-class RequestState:
-    """A request that a pool can serve, and its progress."""
+class PromptState(ABC):
+    """A request that a pool can serve, as a scheduler knows it until its prompt was fed."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.open = set(range(request.answers))  # the numbers of the answers that have not ended
+        # Reserved for its answers until they run. The prompt is fed to the first.
+        self.sequences: list[PoolSequence] = []
+        self.cached = 0  # tokens of the prompt that a shared prefix had
+
+    @property
+    @abstractmethod
+    def answers_at_once(self) -> int:
+        """Sequences that have to be free before its prompt is fed."""
+
+    @property
+    @abstractmethod
+    def left(self) -> int:
+        """Tokens that are to be fed."""
+
+    @abstractmethod
+    def reserve(self, pool: Pool) -> None:
+        """Open its sequences."""
+
+    @abstractmethod
+    def feed(self, model: LanguageModel, pool: Pool, room: int) -> mx.array | None:
+        """Feed a chunk of at most ``room`` tokens.
+
+        Returns the logits (1, vocab) of the prompt's end, or None before, and where no token is sampled.
+        """
+
+    def fetch(self) -> bool:
+        """Read some of its prompt from disk. Returns whether there is more to read."""
+        return False
+
+    @abstractmethod
+    def share(self, **options: bool) -> None:
+        """Let later requests begin with what was fed; options as of :meth:`PoolSequence.share_prefix`."""
+
+    def release(self) -> None:
+        """Release its sequences."""
+        for sequence in self.sequences:
+            sequence.release()
+        self.sequences.clear()
+
+
+class RequestState(PromptState):
+    """A request whose answers are generated, and its progress."""
 
     def __init__(
         self,
@@ -39,7 +86,7 @@ class RequestState:
         """
         vocab_size = model.config.vocab_size
         _check_request(request, vocab_size, max_batch)
-        self.request = request
+        super().__init__(request)
         self.is_exact = is_exact
         self.sampler = for_a_run(greedy if request.sampler is None else request.sampler)
         self.grammar, self.processors = _split_grammar(request)
@@ -76,11 +123,7 @@ class RequestState:
             unit=CHUNK if is_exact else 1,
         )
         self.logprobs = PromptLogprobs(self.ids, request.top_logprobs) if request.prompt_logprobs else None
-        self.open = set(range(request.answers))  # the numbers of the answers that have not ended
-        # Reserved for its answers until they run. The prompt is fed to the first.
-        self.sequences: list[PoolSequence] = []
         self.start = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
-        self.cached = 0  # of these, those of the prompt
         # tokens at the beginning that whole chunks of 128 computed, here or where they are shared from
         self.exact = 0
 
@@ -116,9 +159,15 @@ class RequestState:
         return max(1, self.reserved - shared)
 
     @property
+    def answers_at_once(self) -> int:
+        return len(self.open)
+
+    @property
     def left(self) -> int:
-        """Tokens of the prompt that are to be fed."""
         return len(self.ids) - self.sequences[0].length
+
+    def fetch(self) -> bool:
+        return self.prefix.fetch(self.reserved)
 
     def reserve(self, pool: Pool) -> None:
         """Open a sequence for each answer. The first begins with what others have fed of the prompt."""
@@ -199,7 +248,6 @@ class RequestState:
         return self.exact if self.is_exact else None
 
     def share(self, **options: bool) -> None:
-        """Let later requests begin with what was fed of the prompt; as :meth:`PoolSequence.share_prefix`."""
         self.prefix.share(self.sequences[0], self._shareable, **options)
 
     def begin_answers(self) -> list["Answer"]:
@@ -223,12 +271,6 @@ class RequestState:
         for sequence in self.sequences[len(answers) :]:  # of answers that were cancelled since
             sequence.release()
         return answers
-
-    def release(self) -> None:
-        """Release its sequences."""
-        for sequence in self.sequences:
-            sequence.release()
-        self.sequences.clear()
 
 
 @dataclass(eq=False, slots=True)

@@ -11,10 +11,11 @@ import mlx.core as mx
 from kvant.cache import ModelCache
 from kvant.cache.pool import Pool, PoolSequence
 from kvant.engine.drafts import DraftCounts
+from kvant.engine.embedding import EmbeddingRequest, EmbeddingState
 from kvant.engine.kernel_failures import kernel_failures
 from kvant.engine.model_drafts import ModelDrafts, check_drafts
 from kvant.engine.request import CHUNK, FinishReason, Request, Token, check_count
-from kvant.engine.request_state import Answer, RequestState
+from kvant.engine.request_state import Answer, PromptState, RequestState
 from kvant.engine.row_sampling import SampledToken
 from kvant.engine.sequential_sampling import sample_each
 from kvant.engine.speculation import Speculation
@@ -91,11 +92,11 @@ class Scheduler:
         self._deterministic = deterministic
         self._rows = max_batch if deterministic else None  # of every step; None: as many as answers
         self._speculation = Speculation(model, pool)
-        self._states: dict[Request, RequestState] = {}  # of every request that has not ended
-        self._waiting: deque[RequestState] = deque()
+        self._states: dict[Request, PromptState] = {}  # of every request that has not ended
+        self._waiting: deque[PromptState] = deque()
         # the number of free pages when the first waiting request did not fit
         self._free_when_full: int | None = None
-        self._prefilling: RequestState | None = None  # its prompt is being fed
+        self._prefilling: PromptState | None = None  # its prompt is being fed
         self._running: list[Answer] = []  # those that call functions of the caller's come last
         self._burst = 0  # prompt tokens that are fed before running answers continue
         self._lookahead: Step | None = None  # the next step, if it could be begun already
@@ -137,8 +138,10 @@ class Scheduler:
             found += [(state.request, number, each) for number, each in enumerate(state.sequences)]
         return found
 
-    def check(self, request: Request) -> RequestState:
+    def check(self, request: Request) -> PromptState:
         """Check whether the pool can serve a request; any thread may."""
+        if isinstance(request, EmbeddingRequest):
+            return EmbeddingState(request, self._model, self._pool, is_exact=self._deterministic)
         check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
         if isinstance(request.drafts, ModelDrafts):
             raise ArgumentError(
@@ -146,7 +149,7 @@ class Scheduler:
             )
         return RequestState(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
-    def submit(self, request: Request | RequestState) -> None:
+    def submit(self, request: Request | PromptState) -> None:
         """Queue a request."""
         state = self.check(request) if isinstance(request, Request) else request
         if state.request in self._states:
@@ -289,12 +292,12 @@ class Scheduler:
         if self._prefilling is not None or not self._waiting or self._pool.num_free == self._free_when_full:
             return
         state = self._waiting[0]
-        if len(self._running) + len(state.open) > self._max_batch:
+        if len(self._running) + state.answers_at_once > self._max_batch:
             return
         try:
             if self._pool.disk is not None:
                 self._wait_for_lookahead()
-            if state.prefix.fetch(state.reserved):
+            if state.fetch():
                 return  # the next step reads more of it from disk
             state.reserve(self._pool)
         except ContextError as error:
@@ -309,14 +312,18 @@ class Scheduler:
             self._free_when_full = None
             self._prefilling = state
 
-    def _feed(self, state: RequestState, room: int) -> None:
+    def _feed(self, state: PromptState, room: int) -> None:
         """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
         try:
             with kernel_failures(self._pool):
                 self._wait_for_lookahead()
                 logits = state.feed(self._model, self._pool, min(room, self._prefill_step_size))
+            if isinstance(state, EmbeddingState):
+                self._hand_out_vectors(state)
+                return
             if logits is None:
                 return
+            assert isinstance(state, RequestState)
             answers = state.begin_answers()
         except Exception as error:
             self._end(state, "error", state.open, error)
@@ -327,6 +334,17 @@ class Scheduler:
         sampled = sample_each(mx.broadcast_to(logits, (len(answers), logits.shape[-1])), answers)
         for answer, token in zip(answers, sampled, strict=True):
             self._take(answer, token)
+
+    def _hand_out_vectors(self, state: EmbeddingState) -> None:
+        """Hand out the vectors of texts that have ended. After a pass other requests have their turn."""
+        for number, vector in state.take():
+            if number in state.open:
+                ended = Token(state.request, number, None, finish_reason="stop", embedding=vector)
+                self._hand_out(state, ended)
+        if not state.sequences:
+            self._prefilling = None
+            if state.open:
+                self._waiting.append(state)
 
     def _wait_for_lookahead(self) -> None:
         """Wait until nothing reads the pool's arrays: MLX would copy them for the next write."""
@@ -354,7 +372,7 @@ class Scheduler:
             token.prompt_logprobs = [each[:3] for each in state.logprobs.tokens]
         self._hand_out(state, token)
 
-    def _hand_out(self, state: RequestState, token: Token) -> None:
+    def _hand_out(self, state: PromptState, token: Token) -> None:
         self._tokens.append(token)
         if token.finish_reason is not None:
             state.open.discard(token.answer)
@@ -388,7 +406,7 @@ class Scheduler:
 
     def _end(
         self,
-        state: RequestState,
+        state: PromptState,
         reason: FinishReason,
         numbers: Collection[int],
         error: BaseException | None = None,

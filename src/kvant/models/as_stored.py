@@ -28,7 +28,24 @@ def as_stored(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
     Data is read only if a head is stored that config.json ties: one that differs from the embedding is the
     model's own, as in transformers. A head without an embedding is renamed to be the embedding.
     """
-    return _with_formats(_with_head(config, tensors), tensors)
+    return _with_formats(_with_head(_with_prefix(config, tensors), tensors), tensors)
+
+
+def _with_prefix(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
+    """Give the tensors of an embedding model their names. If a head of its own is missing, there is none."""
+    saved_without_head = add_prefix(tensors, config.architecture.embedding.path)
+    if saved_without_head and config.tie_word_embeddings is False and not _has_head(config, tensors):
+        warnings.warn(
+            "the model has no output head, which config.json does not tie to the embedding: it computes "
+            "embeddings, and text that it generates means nothing",
+            stacklevel=2,
+        )
+        return replace(config, tie_word_embeddings=True)
+    return config
+
+
+def _has_head(config: ModelConfig, tensors: TensorFiles) -> bool:
+    return f"{config.architecture.head.path}.weight" in tensors
 
 
 def _with_head(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
@@ -37,7 +54,7 @@ def _with_head(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
         config.architecture.embedding.path,
         config.tie_word_embeddings,
     )
-    if f"{head}.weight" not in tensors:
+    if not _has_head(config, tensors):
         # Exporters leave this out of config.json if it is their default, and defaults differ.
         return replace(config, tie_word_embeddings=said is not False)
     if said is False:
@@ -53,6 +70,28 @@ def _with_head(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
     if said and not tied:
         warn_of_head(f"{head}.weight")
     return replace(config, tie_word_embeddings=tied)
+
+
+def add_prefix(tensors: TensorFiles, embedding: str) -> bool:
+    """Give the tensors of a model that was saved without its output head their names in the whole model.
+
+    Embedding models are saved so: ``layers.0.mlp.up_proj.weight`` in place of
+    ``model.layers.0.mlp.up_proj.weight``.
+
+    Args:
+        tensors: of the model's folder.
+        embedding: the path of the embedding in the whole model, such as ``model.embed_tokens``.
+
+    Returns:
+        Whether they were saved so.
+    """
+    prefix, dot, name = embedding.rpartition(".")
+    if not dot or f"{embedding}.weight" in tensors or f"{name}.weight" not in tensors:
+        return False
+    for each in tensors.names:
+        if not each.startswith((f"{prefix}.", "lm_head.")):
+            tensors.rename(each, f"{prefix}.{each}")
+    return True
 
 
 def warn_of_head(name: str) -> None:

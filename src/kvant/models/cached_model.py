@@ -82,6 +82,9 @@ class CachedModel(CacheMaker, ABC):
     def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self.logits(self._outputs(inputs, cache))
 
+    def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
+        return self._outputs(inputs, cache)
+
     def _batch(self, cache: Sequence[KVCache] | PoolBatch) -> PoolBatch:
         return cache if isinstance(cache, PoolBatch) else self.check_cache(cache).batch
 

@@ -146,6 +146,14 @@ class LanguageModel(CacheMaker, Protocol):
     def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
 
+    def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
+        """Begin a step of (B, S) ids. Returns what the output head reads of every position, the normalized
+        hidden states (B, S, hidden), not evaluated.
+
+        Raises:
+            ModelError: a model of mlx-lm's whose output head is not found.
+        """
+
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         """The cache, or one made of a list of layers or of a file.
 

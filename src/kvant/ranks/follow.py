@@ -19,7 +19,7 @@ from kvant.operators.exact_rows import ExactSpan
 from kvant.ranks.guard import Guard
 
 Plan = Mapping[str, Any]  # a step as rank 0 tells it: plain data
-CALLS = ("__call__", "feed", "next_logits", "every_logits")
+CALLS = ("__call__", "feed", "next_logits", "every_logits", "every_hidden_state")
 
 
 class PlannedBatch(PoolBatch):

@@ -81,6 +81,9 @@ class Lead(CacheMaker):
     def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._step(self.part.every_logits, inputs, cache)
 
+    def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
+        return self._step(self.part.every_hidden_state, inputs, cache)
+
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         return self.part.check_cache(cache)
 

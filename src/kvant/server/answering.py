@@ -46,7 +46,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
             request = replace(request, logits_processors=[*request.logits_processors, grammar])
         service.submit(request, lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token))
     except (KvantError, ValueError) as error:
-        raise _failure(error, generation) from error
+        raise failure(error, generation.field) from error
     try:
         async for event in _events(service, generation, prompt, request, tokens):
             yield event
@@ -73,7 +73,7 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
             return Prompt(prompt, ids)
         return Prompt(service.tokenizer.decode(ids) if generation.echo else "", ids)
     except (KvantError, ValueError) as error:
-        raise _failure(error, generation) from error
+        raise failure(error, generation.field) from error
 
 
 def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]:
@@ -126,7 +126,7 @@ async def _events(
         if token.error is not None:
             if not isinstance(token.error, KvantError):
                 raise token.error
-            raise _failure(token.error, generation) from token.error
+            raise failure(token.error, generation.field) from token.error
         if token.token is None:
             raise ApiError("the server is shutting down", status=503)
         if not has_begun:
@@ -172,8 +172,11 @@ def busy(error: QueueFullError) -> ApiError:
     return ApiError(str(error), status=429, code="rate_limit_exceeded", headers=headers)
 
 
-def _failure(error: Exception, generation: Generation) -> ApiError:
-    """What a client is told of an error that it, or the server's state, is to blame for."""
+def failure(error: Exception, field: str) -> ApiError:
+    """What a client is told of an error that it, or the server's state, is to blame for.
+
+    ``field``: of the body that the prompt came from.
+    """
     said = str(error)
     match error:
         case ArgumentError():
@@ -187,9 +190,9 @@ def _failure(error: Exception, generation: Generation) -> ApiError:
         case GrammarError():
             return ApiError(said)
         case ContextError():
-            return ApiError(said, param=generation.field, code="context_length_exceeded")
+            return ApiError(said, param=field, code="context_length_exceeded")
         case ValueError():
-            return ApiError(said, param=generation.field)
+            return ApiError(said, param=field)
     return ApiError(said, status=500)
 
 

@@ -17,6 +17,7 @@ from kvant.server import control, page, status
 from kvant.server.answering import read_prompt
 from kvant.server.anthropic import MESSAGES, count_tokens
 from kvant.server.body import Fields
+from kvant.server.embeddings import embeddings
 from kvant.server.endpoint import BodyReader
 from kvant.server.errors import ApiError, log_cause
 from kvant.server.generation import Generation
@@ -31,6 +32,7 @@ ENDPOINTS = {
     "/v1/responses": RESPONSES.endpoint,
     "/v1/messages": MESSAGES.endpoint,
     "/v1/messages/count_tokens": count_tokens,
+    "/v1/embeddings": embeddings,
 }
 
 

@@ -81,6 +81,9 @@ class Metrics(Collector):
                 if (before := last.get(token.answer)) is not None:
                     self._between.observe(now - before)
                 last[token.answer] = now
+            elif token.embedding is not None and not last:
+                self._prompt.inc(len(request.prompt))
+                last[token.answer] = now
             if token.finish_reason is not None:
                 self._answers.labels(token.finish_reason).inc()
             return deliver(token)

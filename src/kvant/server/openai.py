@@ -396,7 +396,7 @@ def completions_generations(body: CompletionsBody, service: Service, left_out: L
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
     only_prompt = bool(body.echo) and body.max_tokens == 0
-    prompts = _prompts(body.prompt)
+    prompts = prompts_of(body.prompt)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ApiError(f"prompt has {len(prompts)} prompts; expected 1 to {MAX_PROMPTS}", param="prompt")
     generation = Generation(
@@ -412,15 +412,15 @@ def completions_generations(body: CompletionsBody, service: Service, left_out: L
     return [replace(generation, prompt=prompt) for prompt in prompts]
 
 
-def _prompts(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
-    """The prompts, each text or token ids. A list of numbers is one prompt."""
+def prompts_of(given: str | Sequence[str | int | list[int]], field: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a body's field, each text or token ids. A list of numbers is one prompt."""
     if isinstance(given, str):
         return [given]
     numbers = [each for each in given if isinstance(each, int)]
     prompts = [each for each in given if not isinstance(each, int)]
     if numbers and prompts:
         raise ApiError(
-            "prompt has numbers beside prompts; expected token ids, or texts and lists of ids", param="prompt"
+            f"{field} has numbers beside prompts; expected token ids, or texts and lists of ids", param=field
         )
     return [numbers] if numbers else prompts
 

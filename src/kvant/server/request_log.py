@@ -25,6 +25,10 @@ class Usage:
         self._cached_tokens: int | None = None  # of the prompt; None: no answer has ended
         self._generated: dict[int, int] = {}  # tokens by answer
 
+    def fed(self, prompt_tokens: int) -> None:
+        """Count the tokens of texts to which there is no answer."""
+        self._prompt_tokens += prompt_tokens
+
     async def count(self, events: AsyncGenerator[Event, None], answers: int) -> AsyncGenerator[Event, None]:
         """Pass on the events of a request, each prompt of which has this many answers, and count them."""
         async with aclosing(events):

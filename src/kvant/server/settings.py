@@ -12,6 +12,7 @@ from kvant.cache.options import DEFAULT_OPTIONS, CacheOptions
 from kvant.engine.drafts import ServedSource
 from kvant.engine.load import POCKET
 from kvant.errors import ArgumentError
+from kvant.text.pooling import PoolingKind
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")  # as a Host header has them
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+", re.IGNORECASE)  # scheme://host[:port], without a path
@@ -60,6 +61,8 @@ class Settings:
     strict: bool = False
     # For the chat template of every conversation; a request's own go before them.
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    # how hidden states become a vector; None: as the model's sentence-transformers files say
+    pooling: PoolingKind | None = None
     # one of which a client has to have; none: any will do
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_origins: tuple[str, ...] = ()  # web pages of these origins may use the server

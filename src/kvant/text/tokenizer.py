@@ -39,7 +39,7 @@ def begin_loading(folder: Path, process: TextProcess) -> Callable[[], "Tokenizer
 
     def finish() -> Tokenizer:
         with library_errors(ModelError, failure):
-            return Tokenizer(process, answer(), templates)
+            return Tokenizer(process, answer(), templates, folder)
 
     return finish
 
@@ -54,10 +54,18 @@ class Tokenizer:
         bos_token, eos_token, unk_token, pad_token: text or None; with ``_id`` their ids.
         all_special_ids: ids of tokens that have a role.
         vocab_size: number of tokens without added ones; ``len`` includes them.
+        folder: the folder it was loaded from, or None if that is not known.
     """
 
-    def __init__(self, process: TextProcess, facts: Mapping[str, Any], templates: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        process: TextProcess,
+        facts: Mapping[str, Any],
+        templates: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
         """Use the facts of a process that has loaded the tokenizer. Call :func:`load_tokenizer` instead."""
+        self.folder = folder
         self._process = process
         self._facts = facts
         special: Mapping[str, tuple[str, int | None]] = facts["special"]

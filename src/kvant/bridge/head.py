@@ -1,0 +1,64 @@
+"""The output head of mlx-lm's model, and the hidden states that it is given."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
+
+from kvant.bridge.probe import called
+from kvant.errors import ModelError
+
+Given = Callable[[Module, mx.array, mx.array], object]  # called with a module, its input and its output
+
+
+def find_head(model: Any, name: str) -> Module:
+    """Return the linear layer, or the embedding in its place, that makes the logits of a model.
+
+    It is the last one that a call, which is never evaluated, gives an output as wide as the logits.
+    """
+    calls: list[tuple[Module, mx.array]] = []
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, Linear | QuantizedLinear | Embedding | QuantizedEmbedding):
+                stack.enter_context(_observed(module, lambda own, _, output: calls.append((own, output))))
+        _, logits = called(model)
+    heads = [
+        module
+        for module, output in calls
+        if isinstance(output, mx.array) and output.shape[-1] == logits.shape[-1]
+    ]
+    if not heads:
+        raise ModelError(f"{name} gives no embeddings: its output head was not found in mlx-lm's class")
+    return heads[-1]
+
+
+@contextmanager
+def inputs_of(head: Module) -> Iterator[Sequence[mx.array]]:
+    """Collect what a head is given while this is open."""
+    given: list[mx.array] = []
+    with _observed(head, lambda *call: given.append(call[1])):
+        yield given
+
+
+@contextmanager
+def _observed(module: Module, tell: Given) -> Iterator[None]:
+    """Tell of every product of the module with its weight; an embedding's look-up is none."""
+    kind = type(module)
+    method = "as_linear" if isinstance(module, Embedding | QuantizedEmbedding) else "__call__"
+    product = getattr(kind, method)
+
+    def observed(self: Module, x: mx.array) -> mx.array:
+        output: mx.array = product(self, x)
+        tell(self, x, output)
+        return output
+
+    module.__class__ = type(kind.__name__, (kind,), {method: observed})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
