@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[0] == "cdn":
             self._large("/".join(parts[1:3]), *parts[3:])
         elif parts[2:3] == ["resolve"]:
-            self._file("/".join(parts[:2]), *parts[3:])
+            self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
             self._refuse(404, "")
 

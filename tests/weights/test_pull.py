@@ -584,3 +584,18 @@ def test_a_file_in_a_subfolder(machine: Machine, hub: Hub, files: dict[str, byte
         )
         assert "1 of 6 files are wrong" in machine.refuses("pull", "--verify")
         (folder / name).rmdir()
+
+
+def test_how_an_embedding_model_pools(machine: Machine, hub: Hub, files: dict[str, bytes]) -> None:
+    """The one file of a subfolder that is pulled; one that was put there is refused."""
+    hub.add(
+        REPOSITORY,
+        files | {"modules.json": b"[]", "1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}"},
+    )
+    folder = machine.pull(REPOSITORY)
+    assert (folder / "1_Pooling" / "config.json").read_bytes() == b"{}"
+    assert not (folder / "2_Dense").exists()
+    assert machine.resolves() is None
+    (folder / "3_pooling").mkdir()
+    (folder / "3_pooling" / "config.json").write_text("{}")
+    assert "not among the files that were pulled and verified" in (machine.resolves() or "")

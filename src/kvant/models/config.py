@@ -171,10 +171,13 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
     refuse_code(raw, "config.json")
     names = strings(raw, "architectures")
     types = {architecture.name: kind for kind, architecture in ARCHITECTURES.items()}
+    supported = ", ".join(types)
+    # What transformers saves without the output head: an embedding model.
+    types |= {name.replace("ForCausalLM", "Model"): kind for name, kind in types.items()}
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES or any(name not in types for name in names):
         given = ", ".join(names)[:80] or f"model_type {shown(kind)}"
-        raise ModelError(f"config.json: architecture {given} is not supported; supported: {', '.join(types)}")
+        raise ModelError(f"config.json: architecture {given} is not supported; supported: {supported}")
     for name in names:
         if types[name] != kind:
             raise ModelError(

@@ -15,7 +15,7 @@ Kind = Literal["last", "mean", "first"]
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 LIMITS = "sentence_bert_config.json"
-FOLDER = re.compile(r"[0-9]+_Pooling")
+FOLDER = re.compile(r"[0-9]{1,2}_Pooling")
 # A Pooling module's settings are one word, or in older files a flag for each way to pool.
 WORDS: Mapping[str, Kind] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
 FLAGS: Mapping[str, Kind] = {

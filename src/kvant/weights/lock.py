@@ -18,7 +18,7 @@ from kvant.atomic import atomic_file
 from kvant.errors import WeightsError
 from kvant.files import user_cache
 from kvant.weights.reference import COMMIT, REPOSITORY, is_revision
-from kvant.weights.snapshot import Verified, cache_folder, repository_folder
+from kvant.weights.snapshot import POOLING, Verified, cache_folder, repository_folder
 
 FORMAT = 1
 DEFAULT_BRANCH = ""  # the pin of a repository without a revision
@@ -128,6 +128,6 @@ def _parse(record: Mapping[str, Any]) -> Lock:
 
 
 def _verified(name: str, file: Mapping[str, Any]) -> Verified:
-    if name != os.path.basename(name) or name in ("", ".", ".."):
+    if (name != os.path.basename(name) and not POOLING.fullmatch(name)) or name in ("", ".", ".."):
         raise ValueError("not a file's name")
     return Verified(int(file["bytes"]), int(file["mtime_ns"]), str(file["sha256"]))

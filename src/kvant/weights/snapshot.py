@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ SUFFIXES = (".safetensors", ".json", ".jinja", ".tiktoken")
 NAMES = ("tokenizer.model", "merges.txt", "vocab.txt")
 SECOND_COPY = "consolidated"  # Mistral's own format, which repeats all weights
 TEMPLATES = "additional_chat_templates"  # the only subfolder that tokenizers are loaded from; not pulled
+# the only file in a subfolder that is pulled: how an embedding model pools, by sentence-transformers
+POOLING = re.compile(r"[0-9]{1,2}_[Pp]ooling/config\.json")
 CHUNK_BYTES = 1 << 20
 # huggingface_hub cannot be imported if one of these is malformed
 SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
@@ -65,10 +68,13 @@ def _is_seconds(text: str) -> bool:
 
 
 def is_pulled(name: str) -> bool:
-    """Whether kvant pulls a file: safetensors, JSON, tokenizers and templates at the repository's top.
+    """Whether kvant pulls a file: safetensors, JSON, tokenizers and templates at the repository's top, and
+    the settings of an embedding model's pooling.
 
     Never a pickle or Python: nothing in a model folder is executed.
     """
+    if POOLING.fullmatch(name):
+        return True
     if "/" in name or name.startswith(SECOND_COPY):
         return False
     return name.endswith(SUFFIXES) or name in NAMES
@@ -135,7 +141,8 @@ def is_unchanged(folder: Path, name: str, recorded: Verified) -> bool:
 
 def refuse_others(folder: Path, names: Iterable[str]) -> None:
     """Refuse files in the folder that a loader would read but that are not among ``names``."""
-    for name in sorted({path.name for path in folder.iterdir()} - set(names)):
+    pooling = {str(path.relative_to(folder)) for path in folder.glob("*_*/config.json")}
+    for name in sorted(({path.name for path in folder.iterdir()} | pooling) - set(names)):
         if name.startswith("._"):  # macOS creates these on disks that cannot store its attributes
             continue
         if is_pulled(name.lower()) or name.lower() == TEMPLATES:  # some disks ignore case

@@ -20,6 +20,7 @@ CARRIED = (  # copied to the new folder byte for byte
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
     *("chat_template.jinja", "chat_template.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 )
 MARKER = "kvant.lock"  # a file in kvant's temporary folders, locked by the process that writes there
 IN_USE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)  # rename's errors for a destination in use
@@ -46,9 +47,10 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def carried_files(source: Path) -> list[Path]:
-    """Return the folder's files that are in :data:`CARRIED`, and its further chat templates."""
+    """Return the folder's files that are in :data:`CARRIED`, its chat templates, and how it pools."""
     files = [source / name for name in CARRIED if os.path.lexists(source / name)]
     files += sorted((source / TEMPLATES).glob("[!.]*.jinja"))
+    files += sorted(source.glob("[0-9]_Pooling/config.json"))
     return [check_file(path, source) for path in files]
 
 
