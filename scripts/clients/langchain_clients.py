@@ -11,7 +11,7 @@ from checks import MODEL, STORY, TOOL_RESULT, URL, WEATHER, Animal, main, raises
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 common = {"model": MODEL, "api_key": "any", "max_retries": 0, "temperature": 0, "max_tokens": 40}
 openai_chat = ChatOpenAI(base_url=f"{URL}/v1", **common)
@@ -77,6 +77,18 @@ def check_openai_logprobs_and_batches():
 
 def check_openai_completions():
     assert OpenAI(base_url=f"{URL}/v1", **common).invoke("Once upon a time")
+
+
+def check_openai_embeddings():
+    """As text: else the client sends the ids of OpenAI's own tokenizer."""
+    model = OpenAIEmbeddings(
+        base_url=f"{URL}/v1", model=MODEL, api_key="any", check_embedding_ctx_length=False
+    )
+    first, second = model.embed_documents([STORY, WEATHER])
+    again = model.embed_query(STORY)
+    assert len(first) == len(second) == len(again) == 256
+    assert max(abs(a - b) for a, b in zip(first, again, strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 1e-2
 
 
 def check_openai_responses():

@@ -48,6 +48,16 @@ def check_structure():
     assert Animal.model_validate_json(answer.choices[0].message.content)
 
 
+def check_embeddings():
+    found = litellm.embedding(input=[STORY, WEATHER], **OPENAI)
+    first, second = (each["embedding"] for each in found.data)
+    assert len(first) == len(second) == 256
+    assert found.usage.prompt_tokens > 10
+    few = {"dimensions": 8, "allowed_openai_params": ["dimensions"]}  # it knows them of OpenAI's own alone
+    (short,) = litellm.embedding(input=[STORY], **few, **OPENAI).data
+    assert len(short["embedding"]) == 8
+
+
 def check_errors():
     raises(litellm.BadRequestError, lambda: ask(OPENAI, temperature=9))
     raises(litellm.ContextWindowExceededError, lambda: ask(OPENAI, LONG * 40))

@@ -357,7 +357,47 @@ def check_bad_requests():
 
 def check_unknown_model_and_path():
     assert raises(openai.NotFoundError, lambda: ask(model="gpt-4")).code == "model_not_found"
-    raises(openai.NotFoundError, lambda: client.embeddings.create(model=MODEL, input="x"))
+    raises(openai.NotFoundError, lambda: client.images.generate(model=MODEL, prompt="x"))
+
+
+def check_embeddings():
+    """The client asks for base64 where nothing is said, and decodes it."""
+    texts = [STORY, WEATHER, STORY]
+    found = client.embeddings.create(model=MODEL, input=texts)
+    vectors = [each.embedding for each in found.data]
+    assert [each.index for each in found.data] == [0, 1, 2]
+    assert (found.object, found.model) == ("list", MODEL)
+    assert found.usage.prompt_tokens == found.usage.total_tokens > 20
+    assert all(math.isclose(math.hypot(*vector), 1, rel_tol=1e-5) for vector in vectors)
+    floats = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    for vector, plain in zip(vectors, floats.data, strict=True):
+        assert max(abs(a - b) for a, b in zip(vector, plain.embedding, strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(vectors[0], vectors[2], strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(vectors[0], vectors[1], strict=True)) > 1e-2
+
+
+def check_embeddings_of_few_dimensions_and_of_ids():
+    short = client.embeddings.create(model=MODEL, input=STORY, dimensions=8).data[0].embedding
+    assert len(short) == 8
+    assert math.isclose(math.hypot(*short), 1, rel_tol=1e-5)
+    ids = client.post("/../tokenize", body={"model": MODEL, "prompt": STORY}, cast_to=object)["tokens"]
+    text, given = (
+        client.embeddings.create(model=MODEL, input=each).data[0].embedding for each in (STORY, ids)
+    )
+    assert max(abs(a - b) for a, b in zip(text, given, strict=True)) < 1e-5
+
+
+def check_bad_requests_for_embeddings():
+    for words, options in (
+        ("dimensions", {"dimensions": 5000}),
+        ("encoding_format", {"encoding_format": "hex"}),
+        ("input", {"input": []}),
+        ("empty", {"input": ""}),
+    ):
+        given = {"model": MODEL, "input": STORY} | options
+        raises(openai.BadRequestError, lambda given=given: client.embeddings.create(**given), words)
+    long = raises(openai.BadRequestError, lambda: client.embeddings.create(model=MODEL, input=LONG * 40))
+    assert long.code == "context_length_exceeded"
 
 
 def check_keys():

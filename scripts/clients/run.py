@@ -22,7 +22,7 @@ import httpx2
 
 HERE = Path(__file__).resolve().parent
 SERVE = [sys.executable, "-m", "kvant", "serve", "--model", "pocket", "--port", "0", "--sequences", "4"]
-SERVE += ["--max-queue", "16"]
+SERVE += ["--max-queue", "16", "--pooling", "mean"]
 START_S, PROGRAM_S = 60.0, 300.0
 ENDED = re.compile(r"^(ok    |FAILED) ", re.MULTILINE)
 WRITTEN = re.compile(r"named Pip|weather in Rome|Once upon", re.IGNORECASE)  # of prompts and answers
