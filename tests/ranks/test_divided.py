@@ -256,7 +256,7 @@ def test_logits(
         if case.silent:  # what the comparison is worth
             assert error > 0.1
         else:
-            bits = 0 if key == "whole" else int(key.split()[1])
+            bits = 0 if key in ("whole", "states") else int(key.split()[1])
             bits = 4 if key.endswith("tuned") and case.transforms else bits
             if case.ends:
                 assert mx.array_equal(given[key], logits), key

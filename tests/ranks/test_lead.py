@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from support.interruption import Interruption
 from support.pools import tiny_model
 from support.runs import Run
 
+from kvant import embed
 from kvant.cache import CacheOptions, ModelCache
 from kvant.engine.request import Request
 from kvant.engine.sampler import Sampler
@@ -42,7 +44,7 @@ class Recorded:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
-        return self._kept(found) if name in ("next_logits", "every_logits") else found
+        return self._kept(found) if name in ("next_logits", "every_logits", "every_hidden_state") else found
 
     def __call__(self, inputs: mx.array, cache: ModelCache) -> mx.array:
         return self._kept(self._model.__call__)(inputs, cache=cache)
@@ -89,6 +91,18 @@ def check(given: list[mx.array], other: Loopback) -> None:
         assert mx.array_equal(own, theirs)
     given.clear()
     other.part.logits.clear()
+
+
+def test_embeddings(led: tuple[Lead, Loopback]) -> None:
+    """Texts that are fed together, in chunks and with padding."""
+    lead, other = led
+    texts = [TEXT[:90], TEXT[5:20], TEXT[7:9]]
+    tokenizer: Any = SimpleNamespace(folder=None)
+    part: Any = lead.part
+    vectors = embed(lead, tokenizer, texts, pooling="mean", prefill_step_size=32)
+    assert len(part.logits) > 3
+    check(part.logits, other)
+    assert mx.array_equal(vectors, embed(part, tokenizer, texts, pooling="mean", prefill_step_size=32))
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])

@@ -72,10 +72,23 @@ def pooled_run(model: LanguageModel, bits: int) -> mx.array:
     return mx.concatenate(steps)
 
 
+def states_run(model: LanguageModel) -> mx.array:
+    """Hidden states (20, hidden) of two sequences of a pool, as their vectors are made of."""
+    pool = model.make_pool(512, sequences=2, options=CacheOptions(kv_bits=0))
+    ids = run_ids(model.config.vocab_size)
+    chunk = [ids[:10], ids[3:13]]
+    batch = pool.batch([pool.sequence(64) for _ in range(2)])
+    states = model.every_hidden_state(mx.array(chunk), batch)
+    mx.eval(states)
+    batch.commit(ids=chunk)
+    return states.reshape(-1, states.shape[-1])
+
+
 def every_run(
     model: LanguageModel, widths: Sequence[int], pools: bool, tuned: Path | bool = False
 ) -> dict[str, mx.array]:
-    """Logits through a cache of each width, and a pool; and without either, evaluated, as "whole".
+    """Logits through a cache of each width, and a pool; and without either, evaluated, as "whole"; and of a
+    pool the hidden states.
 
     ``tuned``: a file of a format, for one more cache.
     """
@@ -83,6 +96,8 @@ def every_run(
     found = {f"{name} {bits}": run(model, bits) for name, run in runs.items() for bits in widths}
     if isinstance(tuned, Path):
         found["cache 0 tuned"] = cached_run(model, None, tuned)
+    if pools:
+        found["states"] = states_run(model)
     found["whole"] = model(mx.array([run_ids(model.config.vocab_size)]))
     mx.eval(found["whole"])
     return found

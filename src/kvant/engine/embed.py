@@ -103,5 +103,7 @@ def _reserve(
         )
         return None, pool
     except ModelError:
+        if model.divided:
+            raise
         cache = model.reserve_cache(longest, options)
         return cache, cache.pool
