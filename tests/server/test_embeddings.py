@@ -251,6 +251,20 @@ def test_a_client_that_leaves(pooling: Running, monkeypatch: pytest.MonkeyPatch)
     wait(lambda: pooling.service.pool.num_free == pooling.service.pool.num_pages)
 
 
+def test_a_client_that_leaves_its_answer(pooling: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """It is ten megabytes long, and written vector by vector."""
+    body = b'{"model": "pocket", "input": [%b]}' % b", ".join([b'"a"'] * 2048)
+    head = (
+        b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    with pooling.connect() as connection:
+        connection.sendall(head % (PATH.encode(), len(body)) + body)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
+    assert _ask(pooling, "a")["usage"]["total_tokens"] == 1
+    wait(lambda: pooling.service.active == 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 def test_an_engine_that_ends(pocket: Any) -> None:
     with served(*pocket, pooling="last") as server:
         server.service.engine.close(drain=False)

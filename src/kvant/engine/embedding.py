@@ -133,7 +133,8 @@ class EmbeddingState(PromptState):
         self._pooled = self._pool_states(states, start, [len(text) for text in texts])
         mx.eval(self._pooled)
         batch.commit(ids=chunk)
-        mx.clear_cache()  # a chunk's activations
+        if end < self._longest:
+            mx.clear_cache()  # a chunk's activations
         self._end_texts(end)
 
     def _pool_states(self, states: mx.array, start: int, lengths: Sequence[int]) -> mx.array:
@@ -143,7 +144,7 @@ class EmbeddingState(PromptState):
             return states[:, 0].astype(mx.float32) if self._pooled is None else self._pooled
         left = mx.array(
             [min(length - start, S) for length in lengths]
-        )  # (B,) tokens of the text in the chunk
+        )  # (B,) tokens of the chunk, no padding
         if self._pooling.kind == "last":
             last = mx.take_along_axis(states, (left - 1)[:, None, None], axis=1)  # (B, 1, hidden)
             return last[:, 0].astype(mx.float32)

@@ -7,12 +7,13 @@ answers that run get a token after every chunk.
 import asyncio
 import base64
 import struct
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import mlx.core as mx
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from kvant.engine.embedding import EmbeddingRequest, encode_text, longest_text
 from kvant.engine.request import Token
@@ -71,13 +72,9 @@ async def embeddings(request: Request) -> Response:
 
     asked, vectors = await unless_gone(request.receive, work())
     tokens = len(asked.prompt)
-    answer = {
-        "object": "list",
-        "data": await asyncio.to_thread(_entries, vectors, as_text=body.encoding_format == "base64"),
-        "model": name,
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-    }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    end = {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    pieces = _written(vectors, end, as_text=body.encoding_format == "base64")
+    return StreamingResponse(pieces, media_type="application/json")
 
 
 def _prepare(service: Service, texts: list[str | list[int]], dimensions: int | None) -> EmbeddingRequest:
@@ -134,13 +131,16 @@ async def _vectors(service: Service, asked: EmbeddingRequest) -> list[mx.array]:
     return [vectors[number] for number in range(asked.answers)]
 
 
-def _entries(vectors: list[mx.array], *, as_text: bool) -> list[msgspec.Raw]:
-    """Return the objects of an answer as JSON; ``as_text``: vectors as their bytes in base64."""
-    entries = []
+async def _written(vectors: list[mx.array], end: dict[str, Any], *, as_text: bool) -> AsyncIterator[bytes]:
+    """Write an answer vector by vector: as JSON, all of them would take five times their memory.
+
+    ``as_text``: vectors as their bytes in base64.
+    """
+    yield b'{"object":"list","data":['
     for number, vector in enumerate(vectors):
-        written: Any = vector.tolist()
+        numbers: Any = vector.tolist()
         if as_text:
-            written = base64.b64encode(struct.pack(f"<{len(written)}f", *written)).decode()
-        entry = {"object": "embedding", "index": number, "embedding": written}
-        entries.append(msgspec.Raw(msgspec.json.encode(entry)))
-    return entries
+            numbers = base64.b64encode(struct.pack(f"<{len(numbers)}f", *numbers)).decode()
+        entry = {"object": "embedding", "index": number, "embedding": numbers}
+        yield (b"," if number else b"") + msgspec.json.encode(entry)
+    yield b"]," + msgspec.json.encode(end)[1:]
