@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.bridged import LONG, bridged, write_mlx_lm
 from support.numbers import relative_error
+from support.tokenizers_made import loaded, write_tokenizer
 from transformers import AutoTokenizer
 
 import kvant
@@ -109,6 +110,20 @@ def test_the_tokens_of_a_text(golden: Any) -> None:
         ids = tokenizer.encode(text)
         assert ids == theirs(text)["input_ids"]
         assert ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_the_tokenizer_of_qwen3_embedding(tmp_path: Path, kind: str) -> None:
+    """transformers builds a pipeline of its own for the class that it declares, and keeps the end."""
+    folder = write_tokenizer(tmp_path, "qwen2")
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    golden = json.loads((GOLDEN / "qwen3" / "tokenizer.json").read_text())["post_processor"]
+    (folder / "tokenizer.json").write_text(json.dumps(raw | {"post_processor": golden}))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), loaded(folder)
+    for text in (*TEXTS, ""):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text)[-1] == ours.pad_token_id != ours.eos_token_id
 
 
 def test_quantized_weights(tmp_path: Path) -> None:

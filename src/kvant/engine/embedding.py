@@ -40,18 +40,12 @@ def encode_text(
     vocab_size: int,
     most: int | None,
 ) -> list[int]:
-    """Return the token ids of a text, with the special tokens that the tokenizer puts around it.
-
-    Args:
-        tokenizer: of the model.
-        text: text, or token ids, which are taken as they are.
-        pooling: has the prompt that is put before text.
-        vocab_size: of the model.
-        most: tokens that a text may have; None: any number.
+    """Return the token ids of a text, with the special tokens that the tokenizer puts around it; token ids
+    are taken as they are.
 
     Raises:
         PromptError: no tokens, or ids that the model does not know.
-        ContextError: too many tokens.
+        ContextError: more tokens than ``most``; None: any number.
     """
     if isinstance(text, str):
         text = tokenizer.encode(pooling.prompt + text)
@@ -75,7 +69,7 @@ class EmbeddingState(PromptState):
     other requests have their turn.
     """
 
-    answers_at_once = 1  # it needs one sequence, and takes more where there are
+    sequences_needed = 1  # it takes more where they are free
 
     def __init__(
         self, request: EmbeddingRequest, model: LanguageModel, pool: Pool, *, is_exact: bool

@@ -33,9 +33,9 @@ class PromptState(ABC):
         self.cached = 0  # tokens of the prompt that a shared prefix had
 
     @property
-    @abstractmethod
-    def answers_at_once(self) -> int:
+    def sequences_needed(self) -> int:
         """Sequences that have to be free before its prompt is fed."""
+        return len(self.open)
 
     @property
     @abstractmethod
@@ -157,10 +157,6 @@ class RequestState(PromptState):
         # With a window each answer's pages move along by themselves.
         shared = 0 if pool.has_windows else len(self.ids) // pool.page_size * pool.page_size
         return max(1, self.reserved - shared)
-
-    @property
-    def answers_at_once(self) -> int:
-        return len(self.open)
 
     @property
     def left(self) -> int:

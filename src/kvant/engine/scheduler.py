@@ -292,7 +292,7 @@ class Scheduler:
         if self._prefilling is not None or not self._waiting or self._pool.num_free == self._free_when_full:
             return
         state = self._waiting[0]
-        if len(self._running) + state.answers_at_once > self._max_batch:
+        if len(self._running) + state.sequences_needed > self._max_batch:
             return
         try:
             if self._pool.disk is not None:

@@ -75,15 +75,8 @@ def _with_head(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
 def add_prefix(tensors: TensorFiles, embedding: str) -> bool:
     """Give the tensors of a model that was saved without its output head their names in the whole model.
 
-    Embedding models are saved so: ``layers.0.mlp.up_proj.weight`` in place of
-    ``model.layers.0.mlp.up_proj.weight``.
-
-    Args:
-        tensors: of the model's folder.
-        embedding: the path of the embedding in the whole model, such as ``model.embed_tokens``.
-
-    Returns:
-        Whether they were saved so.
+    Embedding models are saved so: ``norm.weight`` in place of ``model.norm.weight``. ``embedding`` is the
+    path in the whole model, such as ``model.embed_tokens``. Returns whether the model was saved so.
     """
     prefix, dot, name = embedding.rpartition(".")
     if not dot or f"{embedding}.weight" in tensors or f"{name}.weight" not in tensors:

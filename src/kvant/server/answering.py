@@ -173,9 +173,8 @@ def busy(error: QueueFullError) -> ApiError:
 
 
 def failure(error: Exception, field: str) -> ApiError:
-    """What a client is told of an error that it, or the server's state, is to blame for.
-
-    ``field``: of the body that the prompt came from.
+    """What a client is told of an error that it, or the server's state, is to blame for; ``field``: of the
+    body.
     """
     said = str(error)
     match error:

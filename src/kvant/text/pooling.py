@@ -16,12 +16,12 @@ MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 LIMITS = "sentence_bert_config.json"
 FOLDER = re.compile(r"[0-9]{1,2}_Pooling")
-# A Pooling module's settings are one word, or in older files a flag for each way to pool.
+# The ways to pool, which a Pooling module's settings name by a word, or in older files by a flag for each.
 WORDS: Mapping[str, Kind] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
-FLAGS: Mapping[str, Kind] = {
-    "pooling_mode_lasttoken": "last",
+FLAGS = {
+    "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "first",
+    "pooling_mode_cls_token": "cls",
 }
 
 
@@ -74,7 +74,9 @@ def read_pooling(folder: Path) -> Pooling | None:
     if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         expected = "Transformer, Pooling and perhaps Normalize"
         raise ModelError(f"{path}: the modules are {', '.join(names)[:120]}; expected {expected}")
-    _check_causal(folder)
+    model = read_json(folder / "config.json")
+    if model.get("is_causal") is False or model.get("use_bidirectional_attention"):
+        raise ModelError(f"{folder}: the model attends in both directions; kvant's attention is causal")
     limits = read_optional(folder / LIMITS)
     if limits.get("do_lower_case"):
         raise ModelError(f"{folder / LIMITS}: do_lower_case is true; kvant reads texts as they are")
@@ -108,13 +110,6 @@ def _modules(path: Path) -> list[tuple[str, str]]:
     return [(each["type"].rpartition(".")[2], each["path"]) for each in entries]
 
 
-def _check_causal(folder: Path) -> None:
-    """Refuse a model whose tokens attend to later ones."""
-    raw = read_json(folder / "config.json")
-    if raw.get("is_causal") is False or raw.get("use_bidirectional_attention"):
-        raise ModelError(f"{folder}: the model attends in both directions; kvant's attention is causal")
-
-
 def _default_prompt(path: Path) -> str:
     """Return the prompt that is put before a text if a caller names none."""
     settings = read_optional(path)
@@ -133,8 +128,8 @@ def _kind(path: Path, raw: Mapping[str, Any]) -> Kind:
     word = raw.get("pooling_mode")
     flags = [name for name, value in raw.items() if name.startswith("pooling_mode_") and value is True]
     named = [word] if isinstance(word, str) else flags
-    kinds = {**WORDS, **FLAGS}
-    if len(named) != 1 or named[0] not in kinds:
+    kinds = [WORDS.get(FLAGS.get(name, name)) for name in named]
+    if len(kinds) != 1 or kinds[0] is None:
         said = ", ".join(named)[:120] or "nothing"
         raise ModelError(f"{path}: it pools by {said}; expected one of {', '.join(WORDS)}")
-    return kinds[named[0]]
+    return kinds[0]

@@ -21,14 +21,7 @@ from kvant.errors import WeightsError, one_line
 from kvant.fields import shown
 from kvant.weights.lock import locked
 from kvant.weights.reference import COMMIT
-from kvant.weights.snapshot import (
-    POOLING,
-    cache_folder,
-    constants,
-    is_pulled,
-    repository_folder,
-    snapshot_folder,
-)
+from kvant.weights.snapshot import cache_folder, constants, is_pulled, repository_folder, snapshot_folder
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -49,7 +42,7 @@ MAX_FILE_BYTES = 2**40
 MAX_REDIRECTS = 10
 MAX_FAILURES = 5  # of a transfer, in a row and without any new byte
 RETRY_S = 1.0  # pause before the next attempt
-FILE_NAME = re.compile(rf"[A-Za-z0-9_][\w.-]{{0,200}}|{POOLING.pattern}", re.ASCII)
+FILE_NAME = re.compile(r"([0-9]{1,2}_[Pp]ooling/)?[A-Za-z0-9_][\w.-]{0,200}", re.ASCII)
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
