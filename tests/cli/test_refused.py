@@ -57,6 +57,7 @@ USAGE = [
     ("serve pocket --model other --draft-model pocket", "--draft-model is for one model; 2 models are given"),
     ("serve pocket --model other --adapter-path x", "--adapter-path is for one model"),
     ("serve pocket --model other --wired", "--wired is for one model"),
+    ("serve pocket --model other --pooling mean", "--pooling is for one model"),
     ("serve pocket --model other --alias a=b", "'b' is none of the models"),
     ("convert pocket x --model pocket", "the model is given twice"),
     ("convert --mlx-path x -q", "no SOURCE"),

@@ -114,7 +114,7 @@ def offer(
         other_bytes, disk, process: as for :class:`Loader`.
     """
     if len(names) > 1:
-        _refuse_for_several(run, len(names))
+        _refuse_for_several(run, settings, len(names))
     by_model = _aliases(names, aliases)
     share = replace(
         machine,
@@ -198,7 +198,7 @@ def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
     return f"{format_bytes(total)} planned at most: {listed}"
 
 
-def _refuse_for_several(run: RunOptions, count: int) -> None:
+def _refuse_for_several(run: RunOptions, settings: Settings, count: int) -> None:
     """Refuse flags that are for one model."""
     tuned = run.kv_format if run.kv_format != PMX else None
     flags = {
@@ -206,6 +206,7 @@ def _refuse_for_several(run: RunOptions, count: int) -> None:
         "adapter_path": run.adapter_path,
         "kv_format": tuned,
         "wired": run.wired,
+        "pooling": settings.pooling,
     }
     for name, value in flags.items():
         if value:

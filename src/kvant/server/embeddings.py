@@ -19,8 +19,8 @@ from kvant.engine.embedding import EmbeddingRequest, encode_text, longest_text
 from kvant.engine.request import Token
 from kvant.errors import ArgumentError, KvantError, ModelError
 from kvant.server.answering import failure
-from kvant.server.body import Fields, check_range, decode
-from kvant.server.endpoint import read_body, unless_gone
+from kvant.server.body import Fields, check_range
+from kvant.server.endpoint import BodyReader, unless_gone
 from kvant.server.errors import ApiError
 from kvant.server.left_out import LeftOut
 from kvant.server.openai import prompts_of
@@ -47,22 +47,17 @@ class EmbeddingsBody(Fields, frozen=True, kw_only=True):
 
 async def embeddings(request: Request) -> Response:
     """Answer with a vector of each text."""
-    service: Service = request.app.state.service
     left_out: LeftOut = request.state.left_out
     usage: Usage = request.state.usage
-
-    def read(sent: bytes) -> tuple[EmbeddingsBody, str, list[str | list[int]]]:
-        body = decode(sent, EmbeddingsBody, left_out)
-        name = service.check_model(body.model)
-        usage.model = body.model
-        texts = prompts_of(body.input, "input")
+    async with await BodyReader.of(request) as reader:
+        body = await reader.decode(EmbeddingsBody, left_out)
+        texts = await reader.call(lambda: prompts_of(body.input, "input"))
         if not 1 <= len(texts) <= MAX_TEXTS:
             raise ApiError(f"input has {len(texts)} texts; expected 1 to {MAX_TEXTS}", param="input")
-        if body.dimensions is not None:
-            check_range("dimensions", body.dimensions, 1, service.model.embedding_size or MAX_DIMENSIONS)
-        return body, name, texts
-
-    body, name, texts = await read_body(request, read)
+        service, name = await reader.use_model(body.model)
+    usage.model = body.model
+    if body.dimensions is not None:
+        check_range("dimensions", body.dimensions, 1, service.model.embedding_size or MAX_DIMENSIONS)
 
     async def work() -> tuple[EmbeddingRequest, list[mx.array]]:
         asked = await asyncio.to_thread(_prepare, service, texts, body.dimensions)
