@@ -1,11 +1,10 @@
-"""Operators on MLX arrays. They know no model, no file and no user.
+"""Operators on MLX arrays. They do not depend on models, files or users.
 
 Legend of the package: B batch, S new tokens, T cached tokens read, H query heads, K kv heads, D head_dim,
 G quant_group, D' the last dimension as stored (D, or D/2 bytes at 4 bits), MaxB and MaxS the allocated B and
 T.
 
-OpenPPL PMX's operators, with its signatures, are in :mod:`kvant.operators.pmx`. They are imported when they
-are first asked for.
+OpenPPL PMX's operators, with its signatures, are in :mod:`kvant.operators.pmx`, imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

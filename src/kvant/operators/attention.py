@@ -24,9 +24,9 @@ def attend_tokens(
     bias_split: BiasSplit | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of S queries over T tokens. The last query belongs to the last token. Unchecked.
+    """Compute attention of S queries to T tokens. The last query belongs to the last token. Unchecked.
 
-    Where scores are made, queries are taken in blocks of them; a few on a CPU one by one
+    Where MLX materializes scores, queries attend in blocks; on a CPU a few queries attend one by one
     (:mod:`kvant.operators.cpu_attention`). A query with every key masked gives zeros.
 
     Args:
@@ -34,15 +34,14 @@ def attend_tokens(
         key, value: (B, K, T, D), H a multiple of K, T >= S.
         is_causal: query i sees token j only if j <= T - S + i.
         is_alibi: add slope_h * (j - (T - S + i)). It implies causal.
-        mask: broadcastable to (B, H, S, T). A boolean mask keeps True; another is added to the scores.
+        mask: broadcastable to (B, H, S, T). A boolean mask keeps True; others are added to the scores.
         bias_split: the biases that keys and values lack. Token j is at column j of its rotation.
-        sinks: (H,) a learned score of each head that takes its share of the softmax and adds nothing.
+        sinks: (H,) learned scores, which take a share of each head's softmax and contribute no value.
 
     Returns:
         (B, H, S, D) in the query's dtype.
 
-    Source: PMX MultiHeadCacheAttention; ALiBi from Press et al., arXiv 2108.12409; learned sinks from
-    gpt-oss.
+    Source: PMX MultiHeadCacheAttention; ALiBi: Press et al., arXiv 2108.12409; learned sinks: gpt-oss.
     """
     B, H, S, D = query.shape
     T = key.shape[2]
@@ -60,8 +59,7 @@ def attend_tokens(
         dtype=mx.float32 if in_float32 else dtype,
     )
     if in_float32 or scores:
-        # MLX's attention rounds scores that it makes, and biases, to half precision, where large ones
-        # overflow.
+        # MLX's attention rounds materialized scores and biases to half precision, where large ones overflow.
         query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     causal = (is_causal or is_alibi) and S > 1
     key_bias_scores = None
@@ -72,7 +70,7 @@ def attend_tokens(
             key = key + rotated_bias(bias_split, D, T)
     if sinks is not None:
         sinks = sinks.astype(query.dtype)
-        if bias_split is not None:  # the weights of the values sum to less than 1: each takes its bias along
+        if bias_split is not None:  # the values' weights sum to less than 1, so add the bias to each value
             value = value + bias_split.value_bias[:, None]
     terms = score_terms(H, S, T, causal, is_alibi, mask, key_bias_scores)
     block = S
@@ -82,16 +80,16 @@ def attend_tokens(
         block = queries_at_once(B, H, S, T, GPU_BLOCK_SCORES)
     attend = attend_block if on_cpu else mx.fast.scaled_dot_product_attention
 
-    def attend_some(own: mx.array, first: int, keys: int) -> mx.array:
+    def attend_some(queries: mx.array, first: int, keys: int) -> mx.array:
         own_mask: mx.array | str | None = "causal" if causal else None
         alive = None
         if terms is not None:
-            own_mask = terms(first, first + own.shape[2], keys)
+            own_mask = terms(first, first + queries.shape[2], keys)
             if mask is not None:
                 alive = (own_mask > -math.inf).any(axis=-1, keepdims=True)
                 own_mask = mx.where(alive, own_mask, 0.0)
         output = attend(
-            own, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=own_mask, sinks=sinks
+            queries, key[:, :, :keys], value[:, :, :keys], scale=1 / math.sqrt(D), mask=own_mask, sinks=sinks
         )
         if bias_split is not None and sinks is None:
             output = output + value_bias_of(bias_split, H)
@@ -124,8 +122,8 @@ def attend_each(
         split = bias_split and replace(bias_split, rotation=bias_split.rotation[..., first:])
         seen = None if mask is None else mask[..., first:]
         if window is not None and window < T:
-            own = window_mask(S, T, window)
-            seen = own if seen is None else both_masks(own, seen)
+            visible = window_mask(S, T, window)
+            seen = visible if seen is None else both_masks(visible, seen)
         outputs.append(attend_tokens(query[b : b + 1], key, value, mask=seen, bias_split=split, sinks=sinks))
     return outputs
 
@@ -140,17 +138,18 @@ def attend_as_mlx(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """``mx.fast.scaled_dot_product_attention`` on a GPU; where it makes scores, in blocks of queries."""
-    (B, H, S, D), T = query.shape, key.shape[2]
+    B, H, S, D = query.shape
+    T = key.shape[2]
     kind: Mask = "none" if mask is None else "causal"
     if isinstance(mask, mx.array):
         kind = "boolean" if mask.dtype == mx.bool_ else "added"
         mask = mx.broadcast_to(mask, (*mask.shape[:-2], S, T))
     scores = makes_scores(device_kind(on_cpu=False), (H, S, D), value.shape[1:], kind, query.dtype)
 
-    def attend_some(own: mx.array, first: int, keys: int) -> mx.array:
-        seen = mask[..., first : first + own.shape[2], :] if isinstance(mask, mx.array) else mask
+    def attend_some(queries: mx.array, first: int, keys: int) -> mx.array:
+        seen = mask[..., first : first + queries.shape[2], :] if isinstance(mask, mx.array) else mask
         return mx.fast.scaled_dot_product_attention(
-            own, key[:, :, :keys], value[:, :, :keys], scale=scale, mask=seen, sinks=sinks
+            queries, key[:, :, :keys], value[:, :, :keys], scale=scale, mask=seen, sinks=sinks
         )
 
     block = queries_at_once(B, H, S, T, GPU_BLOCK_SCORES) if scores else S

@@ -1,8 +1,8 @@
 """The bias split: attention over keys and values that were stored without their projection's bias.
 
-An extension of PMX. Qwen2 adds a large constant to its keys. Quantized with them, it takes most of the range
-that the keys need. It can be left out exactly. For keys, rotation is linear: R_j(k + b) = R_j k + R_j b. For
-values, softmax weights sum to 1: sum_j w_j (v_j + b) = sum_j w_j v_j + b.
+An extension of PMX. Qwen2 adds a large constant to its keys, which would take most of their quantized range.
+Leaving it out is exact. For keys, rotation is linear: R_j(k + b) = R_j k + R_j b. For values, softmax weights
+sum to 1: sum_j w_j (v_j + b) = sum_j w_j v_j + b.
 """
 
 import math
@@ -13,22 +13,20 @@ import mlx.core as mx
 
 from kvant.operators.rotary import Rotary
 
-# Up to this many queries the key bias is added to the scores. For more it is cheaper to add it to the keys.
+# Up to this many queries the key bias is added to the scores; beyond, adding it to the keys is cheaper.
 MAX_SCORE_QUERIES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class BiasSplit:
-    """The biases that a layer's cache lacks. K kv heads, D head_dim, P rotary pairs.
-
-    Rotary pair p is the elements p and p + D/2 of a head. Position j turns it by an angle.
+    """The biases that a layer's cache lacks. P rotary pairs: pair p is the elements p and p + D/2 of a head.
 
     Attributes:
-        key_bias: (K, 2, P) float32: the bias at the first and second element of each pair. The keys' bias at
-            other pairs is in the stored keys, so the split is exact for any choice of pairs.
+        key_bias: (K, 2, P) float32: the bias at the first and second element of each pair. The bias at other
+            pairs stays in the stored keys, so the split is exact for any choice of pairs.
         pairs: the P pair indices.
-        rotation: (2, P, MaxS) float32: cosine and sine of the angle of each pair at position j, times the
-            factor of :class:`kvant.operators.rotary.Rotary`.
+        rotation: (2, P, MaxS) float32: cosine and sine of each pair's angle at position j, times the factor
+            of :class:`kvant.operators.rotary.Rotary`.
         value_bias: (K, D) float32.
     """
 
@@ -39,8 +37,8 @@ class BiasSplit:
 
 
 def rotation_table(rotary: Rotary, pairs: Sequence[int], end: int) -> mx.array:
-    """Cosine and sine of each position's angle times the factor, computed in float64: (2, P, end) float32."""
-    with mx.stream(mx.cpu):  # the only back end with float64
+    """Return cosine and sine of each position's angle times the factor: (2, P, end) float32."""
+    with mx.stream(mx.cpu):  # computed in float64, which no other backend has
         frequency = mx.array([rotary.frequencies[p] for p in pairs], mx.float64)
         angle = frequency[:, None] * mx.arange(end).astype(mx.float64)  # (P, end)
         table = mx.stack([mx.cos(angle), mx.sin(angle)]) * mx.array(rotary.factor, mx.float64)
@@ -48,29 +46,30 @@ def rotation_table(rotary: Rotary, pairs: Sequence[int], end: int) -> mx.array:
 
 
 def score_bias(query: mx.array, split: BiasSplit, tokens: int) -> mx.array:
-    """q . R_j b / sqrt(D), (B, H, S, tokens) float32, of rotated queries (B, H, S, D) and positions j."""
+    """Return q . R_j b / sqrt(D) for rotated queries (B, H, S, D): (B, H, S, tokens) float32."""
     B, H, S, _ = query.shape
     table = split.rotation[..., :tokens].reshape(2 * len(split.pairs), tokens)
     return (bias_weights(query, split) @ table).reshape(B, H, S, tokens)
 
 
 def bias_weights(query: mx.array, split: BiasSplit) -> mx.array:
-    """The factors of a position's cosines and sines in :func:`score_bias`: (B, K, H/K, S, 2P) float32.
+    """Return the factors of a position's cosines and sines in :func:`score_bias`: (B, K, H/K, S, 2P) float32.
 
-    With (q1, q2) and (b1, b2) the elements of a pair the score is the sum over pairs of
+    For the elements (q1, q2) and (b1, b2) of a pair, the score is the sum over pairs of
     (q1 b1 + q2 b2) cos + (q2 b1 - q1 b2) sin.
     """
     B, H, S, D = query.shape
     K = split.key_bias.shape[0]
     q = query.astype(mx.float32).reshape(B, K, H // K, S, 2, D // 2)
     q = mx.take(q, mx.array(split.pairs), axis=-1)  # one operation; indexing after an ellipsis takes eleven
-    q1, q2 = q[..., 0, :], q[..., 1, :]  # (B, K, H/K, S, P)
+    q1 = q[..., 0, :]  # (B, K, H/K, S, P)
+    q2 = q[..., 1, :]
     b1, b2 = (split.key_bias[:, i, None, None] for i in (0, 1))  # (K, 1, 1, P)
     return mx.concatenate([q1 * b1 + q2 * b2, q2 * b1 - q1 * b2], axis=-1) / math.sqrt(D)
 
 
 def rotated_bias(split: BiasSplit, head_dim: int, tokens: int) -> mx.array:
-    """R_j b of every position: (K, tokens, D) float32, zero outside the pairs."""
+    """Return R_j b for every position j: (K, tokens, D) float32, zero outside the pairs."""
     table = split.rotation[..., :tokens].reshape(2 * len(split.pairs), tokens)
     return table.T @ bias_rows(split, head_dim)
 
@@ -86,6 +85,6 @@ def bias_rows(split: BiasSplit, head_dim: int) -> mx.array:
 
 
 def value_bias_of(bias_split: BiasSplit, num_heads: int) -> mx.array:
-    """The values' bias for each query head, (H, 1, D)."""
+    """Return the values' bias for each query head, (H, 1, D)."""
     bias = bias_split.value_bias  # (K, D)
     return mx.repeat(bias, num_heads // bias.shape[0], axis=0)[:, None]  # (H, 1, D)

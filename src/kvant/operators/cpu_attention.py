@@ -1,4 +1,4 @@
-"""Attention on a CPU: of many queries in blocks of scores, and of a few each as alone. Unchecked."""
+"""Attention on a CPU: many queries in blocks of scores, a few queries one at a time. Unchecked."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from kvant.operators.exponential import softmax_parts
 from kvant.operators.masks import mask_by_kv_head
 from kvant.operators.score_blocks import in_blocks
 
-# Bytes of scores that one block of queries may make on a CPU, whose attention makes a score matrix. MLX
-# queues ahead: what 7 blocks take was alive at once, 10 MiB in all; blocks of half the size take longer.
+# Bytes of scores that one block of queries may take on a CPU, where attention materializes a score matrix.
+# MLX queues ahead: up to 7 blocks were alive at once, 10 MiB in all; blocks of half the size take longer.
 # (Both measured.)
 BLOCK_SCORE_BYTES = 3 * 512 * 1024
 
 
 def queries_at_once(B: int, H: int, S: int, T: int, scores: int = BLOCK_SCORE_BYTES // 4) -> int:
-    """Queries of a block, of S to T tokens, that make so many scores at most; at least one."""
+    """Return how many of S queries to T tokens a block may hold to stay within ``scores``; at least one."""
     return max(1, min(S, scores // (B * H * T)))
 
 
@@ -31,8 +31,9 @@ def attend_block(
     mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """As ``mx.fast.scaled_dot_product_attention``, whose ``exp`` is slow on a CPU. Masks are added."""
-    (B, H, S, D), (K, T) = query.shape, key.shape[1:3]
+    """Replace ``mx.fast.scaled_dot_product_attention``, whose ``exp`` is slow on a CPU. Masks are added."""
+    B, H, S, D = query.shape
+    K, T = key.shape[1:3]
     scores = (query * scale).reshape(B, K, -1, D) @ key.swapaxes(-1, -2)  # (B, K, H/K * S, T)
     if mask is not None:
         each = scores.reshape(B, K, -1, S, T)
@@ -65,16 +66,17 @@ def attend_few(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """:func:`kvant.operators.attention.attend_tokens` of a few queries on a CPU."""
-    (B, H, S, _), T = query.shape, key.shape[2]
+    """Compute :func:`kvant.operators.attention.attend_tokens` for a few queries on a CPU."""
+    B, H, S, _ = query.shape
+    T = key.shape[2]
     dtype = query.dtype
     query, key, value = (x.astype(mx.float32) for x in (query, key, value))
 
-    def attend_some(own: mx.array, first: int, _: int) -> mx.array:
-        seen = [T - S + 1 + i if is_causal else T for i in range(first, first + own.shape[2])]
+    def attend_some(queries: mx.array, first: int, _: int) -> mx.array:
+        seen = [T - S + 1 + i if is_causal else T for i in range(first, first + queries.shape[2])]
         tokens = [(key[:, :, :end], value[:, :, :end]) for end in seen]
         masks = None if mask is None else [mask[..., i : i + 1, :end] for i, end in enumerate(seen, first)]
-        singles = own.transpose(2, 0, 1, 3)
+        singles = queries.transpose(2, 0, 1, 3)
         return attend_singly(singles, tokens, masks=masks, bias_split=bias_split, sinks=sinks).transpose(
             1, 2, 0, 3
         )
@@ -84,19 +86,19 @@ def attend_few(
 
 
 class SingleQueries(NamedTuple):
-    """N queries of B sequences, in float32, that attend one at a time on a CPU. Unchecked.
+    """N float32 queries of B sequences that attend one at a time on a CPU. Unchecked.
 
-    Each has the numbers it has alone: a product of several, or with more keys, would be summed in another
-    order. So it takes a product of its own with its keys, for all query heads of a kv head (MLX's attention
-    takes one for each query head). Everything else is done for all at once.
+    Each query gets the same numbers as in a step of its own. A product of several queries, or with more keys,
+    would sum in another order, so every query has its own product with its keys, for all query heads of a kv
+    head (MLX's attention has one per query head). Everything else is done for all queries at once.
 
     Attributes:
-        scaled: (N * B, K, H/K, D), by 1 / sqrt(D).
-        each: the same, in N arrays.
-        weights: (N * B, K, H/K, 2P) of :func:`kvant.operators.bias_split.bias_weights`; None: no keys' bias
+        scaled: (N * B, K, H/K, D), multiplied by 1 / sqrt(D).
+        each: the same, split into N arrays.
+        weights: (N * B, K, H/K, 2P) from :func:`kvant.operators.bias_split.bias_weights`; None if no key bias
             is split off.
-        each_weights: the same, in N arrays.
-        rotation: (2P, positions), with them.
+        each_weights: the same, split into N arrays.
+        rotation: (2P, positions), present with ``weights``.
     """
 
     scaled: mx.array
@@ -135,14 +137,14 @@ def attend_singly(
     first: Sequence[int] | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of N queries, each to tokens of its own: :class:`SingleQueries`.
+    """Attend N queries, each to its own tokens, as :class:`SingleQueries` explains.
 
     Args:
         query: (N, B, H, D).
-        tokens: key and value, (B, K, T, D) and (B, K, T, Dv), of each query; T may differ.
-        masks: of each query, broadcastable to (B, H, 1, T).
+        tokens: keys (B, K, T, D) and values (B, K, T, Dv) for each query; T may differ.
+        masks: one per query, broadcastable to (B, H, 1, T).
         bias_split, sinks: as in :func:`kvant.operators.attention.attend_tokens`.
-        first: the column of the rotation for each query's first token; None: 0.
+        first: the rotation's column of each query's first token; None: 0.
 
     Returns:
         (N, B, H, Dv).
@@ -151,7 +153,8 @@ def attend_singly(
     K = tokens[0][0].shape[1]
     bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     if bias is not None and sinks is not None:  # as in attend_tokens
-        tokens, bias = [(key, value + bias) for key, value in tokens], None
+        tokens = [(key, value + bias) for key, value in tokens]
+        bias = None
     queries = single_queries(query, K, bias_split)
     scores = [single_scores(queries, n, key, first[n] if first else 0) for n, (key, _) in enumerate(tokens)]
     alive = None
@@ -162,7 +165,7 @@ def attend_singly(
             for score, mask in zip(scores, by_kv_head, strict=True)
         ]
         living = [(score != -math.inf).any(axis=-1, keepdims=True) for score in scores]
-        scores = [mx.where(own, score, 0.0) for score, own in zip(scores, living, strict=True)]
+        scores = [mx.where(sees_any, score, 0.0) for score, sees_any in zip(scores, living, strict=True)]
         alive = mx.concatenate(living)  # (N * B, K, H/K, 1)
     column = None if sinks is None else sinks.astype(mx.float32).reshape(1, K, H // K, 1)
     outputs = [weighted(score, value, column) for score, (_, value) in zip(scores, tokens, strict=True)]

@@ -5,12 +5,12 @@ module works block by block: NumPy converts a block of keys or values to float32
 kv head, and OpenBLAS multiplies it while it is still in the processor's cache. Scales are applied to scores
 and weights, which are far fewer numbers than keys and values.
 
-Every call into NumPy or BLAS passes Python's lock on, at 6 us or more if another thread waits for it. Blocks
-are therefore large: with blocks of 2,048 tokens a second thread gained nothing.
+Every call into NumPy or BLAS hands over Python's lock, which takes 6 us or more if another thread waits for
+it. Blocks are therefore large: with blocks of 2,048 tokens a second thread gained nothing.
 
-The result is computed at the call, not when MLX evaluates it. Every query gets the bits it would get alone:
-blocks start at multiples of their size, and a product never mixes the heads of two queries. Importing NumPy
-takes 0.1 s, so import this module only when it is needed.
+The result is computed at the call, not when MLX evaluates it. Every query gets the same bits as in a step of
+its own: blocks start at multiples of their size, and a product never mixes the heads of two queries.
+Importing NumPy takes 0.1 s, so import this module only when it is needed.
 """
 
 import math
@@ -36,7 +36,7 @@ from kvant.operators.row_runs import Run, cut_runs
 from kvant.operators.streams import cpu_cores, run_in_threads
 
 BLOCK_TOKENS = 4096  # 1 MiB of float32 for a width of 64; blocks of 1,024 took 1.3 to 1.4 times as long
-GEMM_ROWS = 4  # sgemm beats one sgemv per row from one row less on, and is fastest with multiples of it
+GEMM_ROWS = 4  # sgemm is fastest with multiples of this, and beats one sgemv per row from 3 rows on
 PARALLEL_TOKENS = 8192  # times kv heads: from this many on, every core takes blocks (measured)
 
 Seen = tuple[int, int]  # positions: the first token a query sees, and one past the last
@@ -106,8 +106,8 @@ def attend_long(
     if any(start < stop for start, stop in quantized):
         tokens = _Tokens(runs, first, quantized)
         of_quantized = [
-            term[..., own[0] - all_seen[0] : own[1] - all_seen[0]]
-            for term, own, all_seen in zip(terms_read, quantized, seen, strict=False)
+            term[..., begin - start : stop - start]
+            for term, (begin, stop), (start, _) in zip(terms_read, quantized, seen, strict=False)
         ]
         parts = _attend_blocks(queries_read, keys, values, tokens, of_quantized)
     if exact is not None:
@@ -115,9 +115,9 @@ def attend_long(
         blocks = _attend_exact_rows(
             queries_read, exact_keys.numbers, exact_values.numbers, exact.rows, seen, terms_read
         )
-        parts = [np.concatenate([own, block]) for own, block in zip(parts, blocks, strict=True)]
+        parts = [np.concatenate(both) for both in zip(parts, blocks, strict=True)]
     of_sinks = None if sinks is None else np.asarray(sink)
-    outputs = [join_blocks(own, np.asarray(bias), of_sinks) for own in parts]
+    outputs = [join_blocks(query_blocks, np.asarray(bias), of_sinks) for query_blocks in parts]
     # S arrays (K, H/K, Dv) -> (K, H/K, S, Dv) -> (1, H, S, Dv)
     return mx.array(np.stack(outputs, axis=2).reshape(1, H, S, -1)).astype(query.dtype)
 
@@ -135,7 +135,7 @@ def _attend_exact_rows(
     Args:
         queries: (S, K, H/K, D).
         keys, values: (K, rows, D) and (K, rows, Dv).
-        terms: of each query what the keys' bias adds to its scores: (K, H/K, tokens it sees); empty: nothing.
+        terms: the key bias's term in each query's scores: (K, H/K, tokens it sees); empty without a bias.
 
     Returns:
         (1, K, H/K, Dv + 2) for each query, as ``join_blocks`` takes it.
@@ -160,7 +160,7 @@ def _attend_exact_rows(
 
 
 def _bias_terms(query: mx.array, split: BiasSplit, seen: Sequence[Seen]) -> list[mx.array]:
-    """Return what the keys' bias adds to each query's scores: (K, H/K, tokens it sees)."""
+    """Return the key bias's term in each query's scores: (K, H/K, tokens it sees)."""
     factors = bias_weights(query, split)  # (1, K, H/K, S, 2P)
     table = split.rotation.flatten(0, 1)  # (2, P, positions) -> (2P, positions)
     return [factors[0, :, :, i] @ table[:, start:stop] for i, (start, stop) in enumerate(seen)]
@@ -187,7 +187,7 @@ def _attend_blocks(
         weights = []
         for query, begin, end in seen:
             visible = slice(begin - start, end - start)
-            part = parts[block - first_block, query, head]
+            sums_of_head = parts[block - first_block, query, head]
             groups = queries[query, head].reshape(N, keys.groups, -1)  # (N, D) -> (N, G, D/G)
             products = _group_products(floats[visible], groups, transposed=False)
             if scales is not None:
@@ -196,17 +196,17 @@ def _attend_blocks(
             if terms:
                 before = tokens.seen[query][0]
                 scores += terms[query][head, :, begin - before : end - before]
-            scores.max(axis=-1, keepdims=True, out=part[:, -1:])
-            scores -= part[:, -1:]
+            scores.max(axis=-1, keepdims=True, out=sums_of_head[:, -1:])
+            scores -= sums_of_head[:, -1:]
             np.exp(scores, out=scores)
-            scores.sum(axis=-1, keepdims=True, out=part[:, -2:-1])
+            scores.sum(axis=-1, keepdims=True, out=sums_of_head[:, -2:-1])
             weights.append(scores)
         floats = values.unscaled(head, rows)
         scales = values.scales_of(head, rows)
-        for (query, begin, end), own in zip(seen, weights, strict=True):
+        for (query, begin, end), scaled in zip(seen, weights, strict=True):
             visible = slice(begin - start, end - start)
-            scaled = own[:, None] if scales is None else own[:, None] * scales[:, visible]  # (N, G, tokens)
-            sums = _group_products(floats[visible], scaled, transposed=True)
+            scaled = scaled[:, None] if scales is None else scaled[:, None] * scales[:, visible]
+            sums = _group_products(floats[visible], scaled, transposed=True)  # scaled: (N, G, tokens)
             parts[block - first_block, query, head, :, :-2] = sums.reshape(N, -1)  # (N, G, Dv/G) -> (N, Dv)
 
     is_large = (tokens.end - tokens.first) * K >= PARALLEL_TOKENS

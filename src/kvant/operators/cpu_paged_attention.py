@@ -1,6 +1,6 @@
-"""Attention to paged rows on a CPU, unchecked.
+"""Attention to paged rows on a CPU. Unchecked.
 
-Many new tokens use every core; a few new tokens get the bits each would get alone.
+Many new tokens use every core; a few new tokens get the same bits as one by one.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def attend_rows_on_cpu(
     sinks: mx.array | None,
     exact: ExactTail | None = None,
 ) -> mx.array:
-    """Compute :func:`kvant.operators.paged_attention.attend_rows` for the sequences, without padding."""
+    """Compute :func:`kvant.operators.paged_attention.attend_rows` without padding."""
     _, H, S, D = query.shape
     few = S <= FEW_ROWS
     bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
@@ -54,27 +54,27 @@ def attend_rows_on_cpu(
     outputs: list[mx.array] = []
     for share in shares(counts, size, long):
         count = counts[share.start]
-        own = rows.only(share)
+        share_rows = rows.only(share)
         tail = exact and exact.only(share)
         if few and mask is None and not waiting and min(count, rows.window or count) >= LONG_TOKENS:
-            outputs.append(_attend_few_to_many(query[share], arrays, own, **options, exact=tail))
+            outputs.append(_attend_few_to_many(query[share], arrays, share_rows, **options, exact=tail))
             continue
         if not few and mask is None and count + (S if waiting else 0) >= long:
-            outputs.append(_attend_many(query[share], arrays, own, waiting, **options, exact=tail))
+            outputs.append(_attend_many(query[share], arrays, share_rows, waiting, **options, exact=tail))
             continue
         # Without this dependency MLX reads the tokens of every share before it uses the first.
         readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
         if tail is None:
             outputs.append(
-                _attend_together(query[share], readable, own, **options, mask=mask, waiting=waiting)
+                _attend_together(query[share], readable, share_rows, **options, mask=mask, waiting=waiting)
             )
         elif few and mask is None and not waiting:
-            outputs.append(attend_few_exactly(query[share], readable, own, tail, **options))
+            outputs.append(attend_few_exactly(query[share], readable, share_rows, tail, **options))
         else:
             in_float32 = few or bias_split is not None
             dtype = mx.float32 if in_float32 else query.dtype
             outputs += attend_each_exactly(
-                query[share], readable, own, tail, waiting, **options, mask=mask, dtype=dtype
+                query[share], readable, share_rows, tail, waiting, **options, mask=mask, dtype=dtype
             )
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
@@ -83,7 +83,7 @@ def _attend_few_to_many(
     query: mx.array, arrays: Sequence[mx.array], rows: PagedRows, *, exact: ExactTail | None, **options: Any
 ) -> mx.array:
     """Attend a few queries of one sequence, the last of which sees at least ``LONG_TOKENS``."""
-    from kvant.operators.cpu_decode import attend_long  # it imports NumPy, which short texts do without
+    from kvant.operators.cpu_decode import attend_long  # imports NumPy, which short texts do not need
 
     S = query.shape[2]
     (count,) = rows.counts
@@ -113,7 +113,7 @@ def _attend_many(
     **options: Any,
 ) -> mx.array:
     """Attend more than a few queries of one sequence, tile by tile."""
-    from kvant.operators.cpu_prefill import attend_tiles  # it imports NumPy, which short texts do without
+    from kvant.operators.cpu_prefill import attend_tiles  # imports NumPy, which short texts do not need
 
     (runs,) = rows.runs
     if waiting:
@@ -157,9 +157,7 @@ def _attend_together(
 
 
 def computes_at_once(tokens: int) -> bool:
-    """Return whether decode attention to this many tokens is computed at the call instead of by MLX's
-    evaluation.
-    """
+    """Return whether decode attention to this many tokens runs at the call, not when MLX evaluates it."""
     return tokens >= LONG_TOKENS and mx.default_device().type == mx.cpu
 
 
@@ -170,9 +168,7 @@ def _attend_few_of_each(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend sequences with a few new tokens each, given keys, values and the position of the first of
-    each.
-    """
+    """Attend sequences with a few new tokens each. ``sequences``: keys, values and first position."""
     B, H, S, D = query.shape
     tokens = []
     places = []

@@ -1,9 +1,9 @@
-"""Attention of many queries of one sequence on a CPU: a prompt's chunk, and all tokens before it.
+"""Prefill attention on a CPU: a chunk of one sequence's prompt attends to itself and all tokens before it.
 
-A tile is some of the queries and all query heads of a kv head. It reads the tokens that it sees block by
-block, as FlashAttention does (arXiv 2205.14135), so that no memory grows with the context: NumPy converts a
-block of keys or values to float32, and OpenBLAS multiplies it. NumPy's exp takes 0.3 ns a number, MLX's 6.
-The cores share the tiles.
+A tile is some of the queries and all query heads of a kv head. It reads its tokens block by block, as
+FlashAttention does (arXiv 2205.14135), so that memory does not grow with the context: NumPy converts a block
+of keys or values to float32, and OpenBLAS multiplies it. NumPy's exp takes 0.3 ns per number, MLX's 6. The
+cores share the tiles.
 
 The result is computed at the call, not when MLX evaluates it. Importing NumPy takes 0.1 s, so import this
 module only when it is needed.
@@ -24,23 +24,23 @@ from kvant.operators.row_runs import Run, cut_runs
 from kvant.operators.streams import cpu_cores, run_in_threads
 
 TILE_ROWS = 256  # queries times query heads of a kv head
-BLOCK_TOKENS = 1024  # a tile's scores are 1 MiB then, and stay in the core's cache
-LEAST = float(np.finfo(np.float32).min)  # before there is a score: finite, as a masked one is not
+BLOCK_TOKENS = 1024  # so a tile's scores are 1 MiB and stay in the core's cache
+LEAST = float(np.finfo(np.float32).min)  # the initial maximum: finite, unlike a masked score
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What queries attend to: rows of a layer, and which of them the query at a position sees.
+    """Rows of a layer, and which of them the query at position p sees.
 
     Attributes:
-        keys, values: as they are stored.
+        keys, values: in stored form.
         runs: the rows, in the order of positions.
         first: position of the first row.
         stop: position past the last row.
-        window: the query at position p sees tokens from p + 1 - ``window`` on; None: from the first.
-        lag: it sees tokens up to p - ``lag``.
-        least: it sees tokens before this position, up to its own, in any case.
-        key_bias: (K, 2P, D), as kvant.operators.bias_split.bias_rows returns it; None: keys have their bias.
+        window: the query sees tokens from p + 1 - ``window`` on; None: from the first.
+        lag: the query sees tokens up to p - ``lag``.
+        least: the query always sees tokens before this position, up to its own.
+        key_bias: (K, 2P, D) from kvant.operators.bias_split.bias_rows; None: keys include their bias.
         rotation: (2, P, positions).
     """
 
@@ -56,7 +56,7 @@ class _Tokens:
     least: int = 0
 
     def seen(self, position: int, queries: int) -> tuple[int, int]:
-        """Return the positions between which the queries from a position on see tokens."""
+        """Return the range of positions seen by ``queries`` queries from ``position`` on."""
         begin = self.first if self.window is None else max(self.first, position + 1 - self.window)
         return begin, min(self.stop, max(position + queries - self.lag, self.least))
 
@@ -66,7 +66,7 @@ class _Tokens:
         if self.key_bias is None or self.rotation is None:
             return floats
         biased = scratch("biased", floats.shape)
-        np.copyto(biased, floats)  # they may be the cache's own memory
+        np.copyto(biased, floats)  # floats may be the cache's memory
         table = self.rotation[..., start:stop]
         factors = table.reshape(-1, stop - start).T.copy()  # (2, P, tokens) -> (tokens, 2P)
         multiply(factors, self.key_bias[head], biased, add=True)
@@ -77,20 +77,20 @@ class _Tokens:
         return self.values.floats(head, cut_runs(self.runs, start - self.first, stop - self.first))
 
     def hide(self, scores: Floats, position: int, start: int) -> None:
-        """Set scores (N, Q, tokens) of tokens that a query does not see to -inf.
+        """Set scores (N, Q, tokens) of unseen tokens to -inf, for queries from ``position`` on.
 
-        ``position``: of the first query. ``start``: of the first token.
+        ``start`` is the first token's position.
         """
         _, Q, tokens = scores.shape
-        own = np.arange(position, position + Q)[:, None]
+        query = np.arange(position, position + Q)[:, None]
         token = np.arange(start, start + tokens)
         after = max(0, min(max(position + 1 - self.lag, self.least), position + 1) - start)
         if after < tokens:
-            stop = np.minimum(np.maximum(own + 1 - self.lag, self.least), own + 1)
+            stop = np.minimum(np.maximum(query + 1 - self.lag, self.least), query + 1)
             np.copyto(scores[..., after:], -math.inf, where=token[after:] >= stop)
         if self.window is not None and position + Q - self.window > start:
             before = min(tokens, position + Q - self.window - start)
-            np.copyto(scores[..., :before], -math.inf, where=token[:before] <= own - self.window)
+            np.copyto(scores[..., :before], -math.inf, where=token[:before] <= query - self.window)
 
 
 def attend_tiles(
@@ -153,9 +153,9 @@ def attend_tiles(
 
 
 def _tokens_with_tail(tokens: _Tokens, rows: ExactRows, keys: Stored, values: Stored) -> list[_Tokens]:
-    """Return the quantized tokens, and the first and the last ones exactly, of which a query reads each once.
+    """Return the quantized tokens and the exact first and last ones, so that a query reads each token once.
 
-    ``keys``, ``values``: the exact rows.
+    ``keys`` and ``values`` are the exact rows.
     """
     sinks = rows.sinks[0]
     start = rows.starts[0]
@@ -173,8 +173,8 @@ def _attend_tile(query: Floats, head: int, position: int, tokens: Sequence[_Toke
     """Attend to the tokens that the queries of a tile see, block by block.
 
     Args:
-        query: (N, Q, D), of the query heads of a kv head.
-        position: of the first query.
+        query: (N, Q, D) for the query heads of a kv head.
+        position: the first query's.
 
     Returns:
         (N, Q, Dv + 2), one block as ``join_blocks`` takes it.
@@ -186,21 +186,21 @@ def _attend_tile(query: Floats, head: int, position: int, tokens: Sequence[_Toke
     total = sums[:, -2:-1]
     largest = sums[:, -1:]
     largest[:] = LEAST
-    ranges = [(own, *own.seen(position, Q)) for own in tokens]
+    ranges = [(source, *source.seen(position, Q)) for source in tokens]
     blocks = [
-        (own, start, min(end, start + BLOCK_TOKENS))
-        for own, begin, end in ranges
+        (source, start, min(end, start + BLOCK_TOKENS))
+        for source, begin, end in ranges
         for start in range(begin, end, BLOCK_TOKENS)
     ]
-    for own, start, stop in blocks:
+    for source, start, stop in blocks:
         scores = scratch("scores", (N * Q, stop - start))
-        multiply(queries, own.keys_of(head, start, stop), scores, transposed=True)
-        own.hide(scores.reshape(N, Q, -1), position, start)
+        multiply(queries, source.keys_of(head, start, stop), scores, transposed=True)
+        source.hide(scores.reshape(N, Q, -1), position, start)
         before = largest.copy()
         np.maximum(before, scores.max(axis=-1, keepdims=True), out=largest)
         scores -= largest
         np.exp(scores, out=scores)
         sums[:, :-1] *= np.exp(before - largest)
         total += scores.sum(axis=-1, keepdims=True)
-        multiply(scores, own.values_of(head, start, stop), weighted, add=True)
+        multiply(scores, source.values_of(head, start, stop), weighted, add=True)
     return sums.reshape(N, Q, -1)

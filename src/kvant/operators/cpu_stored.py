@@ -1,7 +1,7 @@
-"""Keys and values as a cache stores them, read by NumPy: what attention on a CPU is computed from.
+"""NumPy views of stored keys and values, for attention on a CPU.
 
-Nothing is copied before it is used: NumPy sees the memory of MLX's arrays. Importing NumPy takes 0.1 s, so
-import this module only when it is needed.
+The views share the memory of MLX's arrays. Importing NumPy takes 0.1 s, so import this module only when it
+is needed.
 """
 
 import math
@@ -45,9 +45,7 @@ class Stored:
         return 1 if self.scales is None else int(self.scales.shape[-1])
 
     def unscaled(self, head: int, runs: Sequence[Run]) -> Floats:
-        """Return rows of a kv head as unscaled float32 (tokens, width). The thread's next call overwrites
-        them.
-        """
+        """Return a kv head's rows as unscaled float32 (tokens, width), overwritten by the next call."""
         numbers = _join_rows(self.numbers[head], runs)
         if self.bits:
             numbers = PACKINGS[self.bits].unpack_numpy(numbers)
@@ -60,7 +58,7 @@ class Stored:
         return floats
 
     def floats(self, head: int, runs: Sequence[Run]) -> Floats:
-        """Return rows of a kv head as float32 (tokens, width). The thread's next call overwrites them."""
+        """Return a kv head's rows as float32 (tokens, width), overwritten by this thread's next call."""
         floats = self.unscaled(head, runs)
         if self.scales is not None:
             scales = _join_rows(self.scales[head], runs).astype(np.float32)
@@ -78,7 +76,7 @@ class Stored:
 def stored_keys_and_values(
     arrays: Sequence[mx.array], key_dim: int, quant_bit: int, value_bit: int
 ) -> tuple[Stored, Stored]:
-    """Return the keys and values in a layer's evaluated arrays, (2, K, ...) or with both in each row."""
+    """Return the keys and values of a layer's evaluated arrays, (2, K, ...) or (1, K, ...) in shared rows."""
     numbers, *of_scales = (
         np.asarray(mx.view(array, mx.uint16) if array.dtype == mx.bfloat16 else array) for array in arrays
     )
@@ -109,7 +107,7 @@ def multiply(
 ) -> None:
     """Multiply (M, L) by (L, N), or by (N, L) if ``transposed``, into (M, N), which may be added to.
 
-    Rows may lie apart. NumPy's own product would take NumPy's BLAS, whose threads wait for each other.
+    Rows need not be contiguous. NumPy's own product would use NumPy's BLAS, whose threads block each other.
     """
     sgemm = blas.sgemm()
     if sgemm is None:
@@ -151,7 +149,7 @@ def join_blocks(blocks: Floats, bias: Floats, sinks: Floats | None) -> Floats:
 
 
 def scratch(name: str, shape: tuple[int, ...]) -> Floats:
-    """Return this thread's scratch memory of a name. Allocating it anew would cost more than filling it."""
+    """Return this thread's scratch memory of a name, because allocating it costs more than filling it."""
     size = math.prod(shape)
     memory: Floats | None = getattr(_local, name, None)
     if memory is None or memory.size < size:

@@ -1,4 +1,4 @@
-"""How attention is computed: by the fused kernel, or by the unfused operator, which runs on every device."""
+"""Choose between the fused attention kernel and the unfused operator, which runs on every device."""
 
 import os
 import warnings
@@ -16,40 +16,39 @@ KERNELS = ("unfused", "fused")
 VARIABLE = "KVANT_KERNELS"
 CHECKING = "checking the fused kernel on this GPU; later starts find the result in {}"
 
-# told of a process's first trial: it takes a while. Commands print it
+# Called before a process's first trial, which takes a while. Commands print the message.
 say: Callable[[str], None] | None = None
-_tried: set[tuple[KernelUse, Backend]] = set()  # in this process
+_tried: set[tuple[KernelUse, Backend]] = set()  # by this process
 _warned = False
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The path taken, and why."""
+    """The chosen path, and the reason."""
 
     backend: Backend | None  # runs the fused kernel. None: the unfused operator is used
     reason: str  # for people
-    forced: bool = False  # "fused" was asked for
+    forced: bool = False  # the user asked for "fused"
 
 
 def resolve(
     kernels: str | None = None, unsupported_reason: str | None = None, uses: Iterable[KernelUse] = ()
 ) -> Backend | None:
-    """The backend that runs the fused kernel. None: use the unfused operator.
+    """Return the backend that runs the fused kernel, or None to use the unfused operator.
 
-    ``kernels`` forces one; without it the environment variable KVANT_KERNELS does. Otherwise it is the kernel
-    on a GPU if it gives the unfused operator's numbers as it will be used. A process is told of one failure,
-    in a RuntimeWarning.
+    ``kernels`` forces one, or else the environment variable KVANT_KERNELS. Without either, the kernel runs on
+    a GPU if it reproduces the unfused operator's numbers for every use. The first failure of a process is
+    reported as a RuntimeWarning.
 
     Args:
         kernels: "unfused", "fused" or None.
-        unsupported_reason: from ``kernels.attend.unsupported_reason``. None: the kernel takes the call.
-        uses: how a cache will call the kernel. One that is not in the record is tried now; with "fused" also
-            one that is recorded as failed.
+        unsupported_reason: from ``kernels.attend.unsupported_reason``; None if the kernel supports the call.
+        uses: how a cache will call the kernel. Uses without a record are tried now; "fused" also retries
+            those recorded as failed.
 
     Raises:
-        ValueError: another word than "unfused" or "fused"; "fused" without a GPU, or for a call that the
-            kernel does not take.
-        RuntimeError: "fused" if the kernel fails as it will be used.
+        ValueError: ``kernels`` is unknown, or "fused" without a GPU or for an unsupported call.
+        RuntimeError: "fused" is forced and the kernel fails.
     """
     choice = choose(kernels)
     if choice.backend is None:
@@ -68,10 +67,8 @@ def resolve(
 
 
 def _finding(use: KernelUse, backend: Backend, forced: bool) -> str:
-    """``RIGHT``, or why the kernel is not; tried if nothing is recorded, or a failure and nobody tried it
-    here.
-    """
-    known = kernel_record.found(use, backend)
+    """Return ``RIGHT`` or the kernel's defect, from the record or, if needed, from a trial now."""
+    known = kernel_record.lookup(use, backend)
     if known is None or (forced and known != RIGHT and (use, backend) not in _tried):
         if say is not None and not _tried:
             say(CHECKING.format(kernel_record.path()))
@@ -82,31 +79,32 @@ def _finding(use: KernelUse, backend: Backend, forced: bool) -> str:
 
 
 def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
-    """What is wished for and what the device can have; ``name`` is the argument's for messages.
+    """Combine the user's wish and what the device supports; messages call the argument ``name``.
 
     Raises:
         ValueError: as :func:`resolve`.
     """
-    wanted, asked = kernels, f"{name} is {kernels!r}"
-    if wanted is None:
-        wanted = os.environ.get(VARIABLE) or None
-        asked = f"{VARIABLE} is {wanted!r}"
-    if wanted is not None and (not isinstance(wanted, str) or wanted not in KERNELS):
-        raise ValueError(f"{asked}; expected {' or '.join(map(repr, KERNELS))}")
-    if wanted == "unfused":
-        return Choice(None, asked)
+    kernel = kernels
+    setting = f"{name} is {kernels!r}"
+    if kernel is None:
+        kernel = os.environ.get(VARIABLE) or None
+        setting = f"{VARIABLE} is {kernel!r}"
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in KERNELS):
+        raise ValueError(f"{setting}; expected {' or '.join(map(repr, KERNELS))}")
+    if kernel == "unfused":
+        return Choice(None, setting)
     backend = gpu_backend()
     if backend is not None:
         reason = f"a GPU with {backend}; each cache tries the kernel when it is made, as it will call it"
-        return Choice(backend, reason, forced=wanted is not None)
+        return Choice(backend, reason, forced=kernel is not None)
     reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
-    if wanted is not None:
-        raise ValueError(f"{asked}; {reason}")
+    if kernel is not None:
+        raise ValueError(f"{setting}; {reason}")
     return Choice(None, reason)
 
 
 def gpu_backend() -> Backend | None:
-    """What MLX runs kernels with on its default device. None: it is a CPU."""
+    """Return the backend of MLX's default device, or None if that is a CPU."""
     if mx.default_device().type != mx.gpu:
         return None
     if mx.metal.is_available():
@@ -120,8 +118,7 @@ def _warn_once(reason: str) -> None:
         _warned = True
         warnings.warn(
             f"{reason}; attention is computed by the unfused operator instead. `kvant doctor` tries again "
-            f"and says "
-            f"more; {VARIABLE}=unfused leaves the kernel alone, without this warning",
+            f"and says more; {VARIABLE}=unfused disables the kernel and this warning",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -18,7 +18,7 @@ from kvant.operators.paged_rows import PagedRows, read_float_rows, read_rows
 from kvant.operators.row_runs import cut_runs
 from kvant.operators.stored_tokens import keys_and_values
 
-# Queries that attend at once through a mask: what it becomes, as terms of the scores, takes 16 bytes a token.
+# Queries that attend at once through a mask, whose score terms take 16 bytes per query and token.
 MASKED_QUERIES = 128
 
 
@@ -33,12 +33,12 @@ def attend_few_exactly(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attend a few new tokens of each sequence on a CPU, each as it would attend alone: (B, H, S, Dv).
+    """Attend a few new tokens of each sequence on a CPU, with the bits of one by one: (B, H, S, Dv).
 
     Args:
         query: (B, H, S, D).
-        arrays, rows: as of :func:`kvant.operators.paged_attention.attend_rows`.
-        exact: of the same sequences.
+        arrays, rows: as in :func:`kvant.operators.paged_attention.attend_rows`.
+        exact: the exact tail of the same sequences.
     """
     B, H, S, D = query.shape
     K = arrays[0].shape[1]
@@ -46,7 +46,7 @@ def attend_few_exactly(
     if tokens is None:
         query = _after_writes(query, arrays)
     # (B, K, TAIL_ROWS, D) -> (B, 1, K, TAIL_ROWS, D)
-    page_keys, page_values = (own[:, None] for own in exact.read_pages(mx.float32, D))
+    page_keys, page_values = (array[:, None] for array in exact.read_pages(mx.float32, D))
     value_bias = None if bias_split is None else bias_split.value_bias[:, None]  # (K, 1, Dv)
     if value_bias is not None and sinks is not None:  # as in attend_singly
         page_values = page_values + value_bias
@@ -68,9 +68,9 @@ def attend_few_exactly(
         seen_values = None
         if tokens is not None and count:
             keys, values, shifts = tokens
-            part = slice(first + shifts[b], first + shifts[b] + count)
-            seen_values = values[:, :, part]
-            more = single_scores(queries, number, keys[:, :, part], first)
+            columns = slice(first + shifts[b], first + shifts[b] + count)
+            seen_values = values[:, :, columns]
+            more = single_scores(queries, number, keys[:, :, columns], first)
             scores = mx.concatenate([more, scores], axis=-1)
         if column is not None:
             scores = mx.concatenate([scores, column], axis=-1)
@@ -96,19 +96,19 @@ def _read_quantized(
     value_bit: int,
     key_dim: int,
 ) -> tuple[mx.array, mx.array, list[int]] | None:
-    """Read the tokens that queries read as they are quantized, those of all sequences behind one another.
+    """Read the quantized tokens that queries read, concatenated over all sequences.
 
     Returns:
-        keys (1, K, T, D) and values (1, K, T, Dv), float32, and for each sequence what a position and its
-        column differ by. None: all that queries read is exact.
+        keys (1, K, T, D) and values (1, K, T, Dv), float32, and each sequence's shift from a position to its
+        column. None if queries read only exact tokens.
     """
     runs = []
     shifts = []
     T = 0
-    for b, own in enumerate(rows.runs):
+    for b, sequence_runs in enumerate(rows.runs):
         first = max(rows.first[b], exact.sinks[b])
         end = max(first, exact.tail_start(b, rows.ends(b) - 1))
-        runs += cut_runs(own, first - rows.first[b], end - rows.first[b])
+        runs += cut_runs(sequence_runs, first - rows.first[b], end - rows.first[b])
         shifts.append(T - first)
         T += end - first
     if not runs:
@@ -126,7 +126,7 @@ def _read_quantized(
 
 
 def _quantized_span(rows: PagedRows, exact: ExactRows, sequence: int, position: int) -> tuple[int, int]:
-    """Return the first position that the query at a position reads as it is quantized, and how many."""
+    """Return the first position that the query at ``position`` reads quantized, and how many."""
     seen = 0 if rows.window is None else position + 1 - rows.window
     first = max(rows.first[sequence], exact.sinks[sequence], seen)
     return first, max(0, exact.tail_start(sequence, position) - first)
@@ -135,9 +135,7 @@ def _quantized_span(rows: PagedRows, exact: ExactRows, sequence: int, position: 
 def _page_scores(
     queries: SingleQueries, page_keys: mx.array, exact: ExactRows, new_tokens: int, window: int | None
 ) -> mx.array:
-    """Return the scores (B * S, K, H/K, TAIL_ROWS) of each query with its sequence's page of exact keys
-    (B, 1, K, TAIL_ROWS, D).
-    """
+    """Return the scores (B * S, K, H/K, TAIL_ROWS) of queries with exact keys (B, 1, K, TAIL_ROWS, D)."""
     scaled = queries.scaled.reshape(len(page_keys), new_tokens, *queries.scaled.shape[1:])
     scores = scaled @ page_keys.swapaxes(-1, -2)  # (B, S, K, H/K, TAIL_ROWS)
     scores = scores + exact.hidden(new_tokens, window)
@@ -149,12 +147,12 @@ def _page_scores(
 
 
 def _joined(parts: Sequence[mx.array | None], absent: float) -> mx.array | float:
-    """Return arrays of one shape behind each other, with a constant in place of those that are absent."""
-    present = [part for part in parts if part is not None]
+    """Concatenate arrays of one shape, with a constant in place of absent ones."""
+    present = [array for array in parts if array is not None]
     if not present:
         return absent
     constant = mx.full(present[0].shape, absent) if len(present) < len(parts) else present[0]
-    return mx.concatenate([constant if part is None else part for part in parts])
+    return mx.concatenate([constant if array is None else array for array in parts])
 
 
 def _put_exact(
@@ -169,8 +167,8 @@ def _put_exact(
     """Replace the floats of a sequence's first and last tokens by its exact rows.
 
     Args:
-        reads: the positions of the last tokens: of the first one, and past the last one.
-        place: the position of the first token that has floats, and its column.
+        reads: the tail's first position and the position past its last.
+        place: the position of the first token in ``floats``, and its column.
     """
     begin, column = place
     tail_start, stop = reads
@@ -181,8 +179,8 @@ def _put_exact(
         at = column + first - begin
         for rows in exact.pieces(sequence, first, end):
             parts = keys_and_values([rows], key_dim) if len(floats) == 2 else (rows,)
-            for own, part in zip(floats, parts, strict=True):
-                own[:, :, at : at + part.shape[2]] = part
+            for array, new in zip(floats, parts, strict=True):
+                array[:, :, at : at + new.shape[2]] = new
             at += rows.shape[2]
 
 
@@ -198,16 +196,15 @@ def read_exactly(
     dtype: mx.Dtype,
     key_dim: int,
 ) -> list[tuple[mx.array, mx.array, int]]:
-    """Read the tokens of all sequences; exactly, the first ones, the new ones and as many before these as the
-    first new token reads exactly.
+    """Read the tokens of all sequences, with the exact rows that the first new token reads and all new ones.
 
-    For many new tokens on a GPU: those behind the first read more tokens exactly than a few would. To give
-    each its own would take a mask, and twice the memory.
+    For many new tokens on a GPU: later new tokens read more tokens exactly than in small steps. To give each
+    new token its own tail would take a mask and twice the memory.
 
     Returns:
-        as :func:`kvant.operators.paged_rows.read_sequences`.
+        the same as :func:`kvant.operators.paged_rows.read_sequences`.
     """
-    runs = [run for own in rows.runs for run in own]
+    runs = [run for sequence_runs in rows.runs for run in sequence_runs]
     form: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
     floats = read_float_rows(arrays, runs, waiting, dtype=dtype, key_dim=key_dim, **form)
     counts = [end - first for first, end in zip(rows.first, exact.rows.ends, strict=True)]
@@ -236,16 +233,15 @@ def attend_each_exactly(
     bias_split: BiasSplit | None,
     sinks: mx.array | None,
 ) -> list[mx.array]:
-    """Attend each row of queries (B, H, S, D) causally to its own sequence: B arrays (1, H, S, Dv).
+    """Attend queries (B, H, S, D) causally, each row to its own sequence: B arrays (1, H, S, Dv).
 
-    The quantized tokens that a query reads and the exact ones are columns of one product; a mask tells which
-    of them it sees.
+    Quantized and exact tokens are columns of one product; a mask selects those that each query sees.
 
     Args:
-        arrays, rows, waiting: as of :func:`kvant.operators.paged_attention.attend_rows`.
-        exact: of the same sequences.
+        arrays, rows, waiting: as in :func:`kvant.operators.paged_attention.attend_rows`.
+        exact: the exact tail of the same sequences.
         dtype: of keys and values in the products.
-        mask: it has a column for every position from 0 on.
+        mask: has a column for every position from 0 on.
         bias_split, sinks: as in :func:`kvant.operators.attention.attend_tokens`.
     """
     S, D = query.shape[2:]
@@ -253,20 +249,21 @@ def attend_each_exactly(
     outputs: list[mx.array] = []
     for b, tail in enumerate(exact.read(dtype)):
         end = exact.rows.ends[b]
-        first, last = rows.first[b], exact.rows.tail_start(b, end - 1)
+        first = rows.first[b]
+        last = exact.rows.tail_start(b, end - 1)
         first = max(first, exact.rows.sinks[b])
         keys, values = keys_and_values([tail], D)
         start = exact.rows.starts[b]
         positions = [*range(exact.rows.sinks[b]), *range(start, end)]
         is_mixed = first < last
         if is_mixed:
-            own = cut_runs(rows.runs[b], first - rows.first[b], last - rows.first[b])
-            behind = rows.ends(b)  # position of the first token that waits
+            quantized_runs = cut_runs(rows.runs[b], first - rows.first[b], last - rows.first[b])
+            behind = rows.ends(b)  # position of the first unwritten token
             late = [x[:, :, max(0, first - behind) : max(0, last - behind)] for x in waiting]
             late = late if late and late[0].shape[2] else []
             # Without this dependency MLX reads the tokens of every sequence before it uses the first.
             readable = mx.depends(arrays, outputs[-1:]) if outputs else arrays
-            floats = read_float_rows(readable, own, late, **form)
+            floats = read_float_rows(readable, quantized_runs, late, **form)
             more_keys, more_values = keys_and_values(floats, D)
             keys = mx.concatenate([keys, more_keys], axis=2)
             values = mx.concatenate([values, more_values], axis=2)
@@ -297,10 +294,10 @@ def attend_each_exactly(
 
 
 def _after_writes(query: mx.array, arrays: Sequence[mx.array]) -> mx.array:
-    """Return queries that wait for what was written to the quantized rows, which they do not read.
+    """Make queries depend on the writes to the quantized rows, which they do not read.
 
-    Else nothing would compute the writes through a window that the tail is wider than: they would wait with
-    their tokens, step after step.
+    If the tail is wider than the window, nothing else depends on those writes: MLX would never compute them
+    and keep their inputs alive, step after step.
     """
     (query,) = mx.depends([query], list(arrays))
     return query
@@ -311,7 +308,7 @@ def _columns_seen(
 ) -> mx.array:
     """Return which columns each new token of a sequence sees: boolean (S, columns).
 
-    ``column``: the position of each, those of exact rows first. The layers of a step share the result.
+    ``column``: each column's position, exact rows first. The layers of a step share the result.
     """
     end = rows.ends[sequence]
     key = ("columns", sequence, end, new_tokens, window, column.size)
@@ -333,10 +330,10 @@ def _columns_seen(
 def with_exact_rows(
     keys: mx.array, values: mx.array, exact: ExactTail, new_tokens: int
 ) -> tuple[mx.array, mx.array]:
-    """Return keys and values (R, K, T, D) with the exact rows that the first new token of a sequence reads.
+    """Replace keys and values (R, K, T, D) by the exact rows that the first new token of a sequence reads.
 
-    A sequence's tokens are on the right. An approximation for the other new tokens, which read a few of these
-    as they are quantized: for models that attend to one array for all of them.
+    Sequences are right-aligned. For models that attend to one array for all new tokens; for the later ones it
+    is an approximation, because they should read a few of these tokens quantized.
     """
     T, D = keys.shape[2:]
     keys = copy.copy(keys)
@@ -350,8 +347,8 @@ def with_exact_rows(
             first = max(first, end - T)
             if first >= stop:
                 continue
-            part = slice(rows.count_before(b, first), rows.count_before(b, stop))
+            tail_rows = slice(rows.count_before(b, first), rows.count_before(b, stop))
             columns = slice(T - end + first, T - end + stop)
-            keys[b : b + 1, :, columns] = own_keys[:, :, part]
-            values[b : b + 1, :, columns] = own_values[:, :, part]
+            keys[b : b + 1, :, columns] = own_keys[:, :, tail_rows]
+            values[b : b + 1, :, columns] = own_values[:, :, tail_rows]
     return keys, values

@@ -1,13 +1,13 @@
-"""The exact tail: the first and the last tokens of a sequence, which a layer stores as floats as well.
+"""The exact tail: the first and the last tokens of a sequence, which a layer also stores as floats.
 
-Attention to quantized keys errs most at the tokens that a query attends to most: the first ones and the most
-recent ones. So a query reads the first ``SINKS`` tokens and its last W tokens, its own included, as they were
-computed, and all others as they are quantized. The quantized rows stay complete: a sequence that lacks some
-of its exact rows reads the quantized ones in their place.
+Attention to quantized keys errs most at the tokens that a query attends to most: the first and the most
+recent ones. So a query reads the first ``SINKS`` tokens and its last W tokens, including its own, as floats,
+and all others quantized. The quantized rows stay complete: a sequence that lacks some exact rows reads the
+quantized ones instead.
 
 The exact rows of a sequence are one page of ``TAIL_ROWS`` rows, which never grows: the first tokens, and a
-ring of the others. A step of up to ``SLACK + 1`` tokens can be taken back after it wrote there: the ring has
-so many rows more than a query reads.
+ring of the others. The ring has ``SLACK`` rows more than a query reads, so a step of up to ``SLACK + 1``
+tokens can be undone after it was written.
 """
 
 import math
@@ -23,7 +23,7 @@ from kvant.operators.stored_tokens import keys_and_values
 
 TAIL_ROWS = PAGE_SIZE
 SINKS = 4  # first tokens; StreamingLLM (arXiv 2309.17453) keeps as many
-SLACK = 16  # tokens that a sequence can go back, at least
+SLACK = 16  # tokens that a sequence can always go back
 RING = TAIL_ROWS - SINKS
 TAIL_WINDOW = RING - SLACK  # W
 
@@ -35,14 +35,15 @@ class ExactRows:
     The rows of a sequence are those of positions 0 to ``sinks``, then those from ``starts`` to ``ends``.
 
     Attributes:
-        new: the rows of the new tokens: as :class:`kvant.operators.paged_rows.PagedRows` has them.
-        runs: the rows that are read, in the order of positions. If ``new`` is None, they are followed by the
-            new tokens, which wait to be written.
+        new: the rows of the new tokens, as in :class:`kvant.operators.paged_rows.PagedRows`.
+        runs: the rows to read, in the order of positions. If ``new`` is None, the new tokens follow them and
+            are written later.
         sinks: how many of the first tokens are read.
-        starts: position of the first row behind these.
-        ends: position past the last row, a new token's.
+        starts: position of the first row after these.
+        ends: position past the last row, which is a new token's.
         page_numbers: the page of each sequence.
-        pages: the same for the fused kernel; None: it does not take the step.
+        pages: the same for the fused kernel; None: the kernel does not support the step.
+        masks: cache of the arrays that the unfused attention of all layers shares.
     """
 
     new: list[Run] | mx.array | None
@@ -52,10 +53,10 @@ class ExactRows:
     ends: list[int]
     page_numbers: list[int]
     pages: "ExactPages | None" = None
-    masks: dict[Any, Any] = field(default_factory=dict, repr=False)  # of unfused attention
+    masks: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def only(self, share: slice) -> "ExactRows":
-        """Return what is read of some of the sequences."""
+        """Return the rows of some of the sequences."""
         if share == slice(0, len(self.runs)):
             return self
         return replace(
@@ -69,30 +70,28 @@ class ExactRows:
         )
 
     def tail_start(self, sequence: int, position: int) -> int:
-        """Return where the tail begins that the query at a position reads; behind it, if it reads none."""
+        """Return the start of the tail read by the query at ``position``; past it if there is none."""
         return min(max(position + 1 - TAIL_WINDOW, self.starts[sequence]), position + 1)
 
     @property
     def positions(self) -> mx.array:
-        """The position of the token in each row of each page: (B, TAIL_ROWS), 0 of none."""
+        """Return the position of the token in each row of each page: (B, TAIL_ROWS), 0 for empty rows."""
         key = ("positions", self.ends[0], len(self.ends))
         if key not in self.masks:
-            found = [[max(0, own) for own in self._in_page(b)] for b in range(len(self.ends))]
-            self.masks[key] = mx.array(found, mx.int32)
+            by_page = [[max(0, position) for position in self._in_page(b)] for b in range(len(self.ends))]
+            self.masks[key] = mx.array(by_page, mx.int32)
         positions: mx.array = self.masks[key]
         return positions
 
     def hidden(self, new_tokens: int, window: int | None) -> mx.array:
-        """Return what is added to the scores of the rows of each page, for each new token of each sequence:
-        (B, S, 1, 1, TAIL_ROWS), 0 or minus infinity for those that it does not read.
-        """
+        """Return a mask to add to the scores of each page's rows: (B, S, 1, 1, TAIL_ROWS), 0 or -inf."""
         key = ("hidden", self.ends[0], len(self.ends), new_tokens, window)
         if key not in self.masks:
-            found = [
+            added = [
                 [self._hidden(sequence, position, window) for position in range(end - new_tokens, end)]
                 for sequence, end in enumerate(self.ends)
             ]
-            self.masks[key] = mx.array(found)[:, :, None, None]
+            self.masks[key] = mx.array(added)[:, :, None, None]
         mask: mx.array = self.masks[key]
         return mask
 
@@ -100,23 +99,24 @@ class ExactRows:
         start = self.tail_start(sequence, position)
         sinks = self.sinks[sequence]
         low = 0 if window is None else max(0, position + 1 - window)
-        read = (low <= own <= position and (own >= start or own < sinks) for own in self._in_page(sequence))
-        return [0.0 if own else -math.inf for own in read]
+        tokens = self._in_page(sequence)
+        read = (low <= token <= position and (token >= start or token < sinks) for token in tokens)
+        return [0.0 if is_read else -math.inf for is_read in read]
 
     def _in_page(self, sequence: int) -> list[int]:
-        """Return the position of the token in each row of a sequence's page; negative: of none."""
-        last = self.ends[sequence] - 1 - SINKS  # of the tokens behind the first ones
+        """Return the position of the token in each row of a sequence's page; negative for empty rows."""
+        last = self.ends[sequence] - 1 - SINKS  # counted after the first tokens
         first = [row if row <= last + SINKS else -1 for row in range(SINKS)]
         others = [last - (last - row) % RING for row in range(RING)]
-        return [*first, *(-1 if own < 0 else own + SINKS for own in others)]
+        return [*first, *(-1 if token < 0 else token + SINKS for token in others)]
 
     def before(self, end: int) -> "ExactRows":
-        """Return the rows of the first queries of one sequence, the last of which is before ``end``."""
+        """Return the rows for the queries of the single sequence before position ``end``."""
         (runs,) = self.runs
         return replace(self, runs=[cut_runs(runs, 0, self.count_before(0, end))], ends=[end])
 
     def count_before(self, sequence: int, position: int) -> int:
-        """Return how many of the rows are of tokens before a position."""
+        """Return how many rows hold tokens before a position."""
         sinks = self.sinks[sequence]
         return min(position, sinks) + max(0, position - max(sinks, self.starts[sequence]))
 
@@ -126,9 +126,9 @@ class ExactPages:
     """The exact rows of B sequences for the fused kernel.
 
     Attributes:
-        table: (B, 8) int32, the page of each sequence first.
-        spans: (B, 4) int32, the ``sinks``, ``starts`` and ``ends`` of each sequence, and 0. Of one sequence a
-            second row follows, which is not read.
+        table: (B, 8) int32; column 0 is each sequence's page.
+        spans: (max(B, 2), 4) int32: the ``sinks``, ``starts`` and ``ends`` of each sequence, and 0. A row
+            past B is not read.
     """
 
     table: mx.array
@@ -140,8 +140,8 @@ class ExactTail:
     """The exact rows of a layer in a step.
 
     Attributes:
-        rows: where they are.
-        arrays: (2, K, rows, D) floats, or keys and values of different widths side by side.
+        rows: which rows.
+        arrays: (2, K, rows, D) floats, or (1, K, rows, D + Dv) if keys and values differ in width.
         waiting: the new tokens of each sequence in the same form, if they are written later.
     """
 
@@ -150,7 +150,7 @@ class ExactTail:
     waiting: Sequence[mx.array] = ()
 
     def only(self, share: slice) -> "ExactTail":
-        """Return those of some of the sequences."""
+        """Return the tail of some of the sequences."""
         return replace(self, rows=self.rows.only(share), waiting=self.waiting[share])
 
     def read(self, dtype: mx.Dtype) -> list[mx.array]:
@@ -158,7 +158,7 @@ class ExactTail:
         return [self.read_one(sequence, dtype) for sequence in range(len(self.rows.runs))]
 
     def read_pages(self, dtype: mx.Dtype, key_dim: int) -> tuple[mx.array, mx.array]:
-        """Return keys (B, K, TAIL_ROWS, D) and values of each sequence's page: rows in the page's order."""
+        """Return keys (B, K, TAIL_ROWS, D) and values of each sequence's page, in the page's order."""
         (array,) = self.arrays
         pages = self.rows.page_numbers
         # (2, K, rows, D) -> (2, K, pages, TAIL_ROWS, D)
@@ -181,7 +181,7 @@ class ExactTail:
         return rows.astype(dtype)
 
     def pieces(self, sequence: int, first: int, end: int) -> Iterator[mx.array]:
-        """Give the rows of tokens from position ``first`` to ``end``, in their order."""
+        """Yield the rows of positions ``first`` to ``end``, in order."""
         (array,) = self.arrays
         runs = self.rows.runs[sequence]
         start = self.rows.count_before(sequence, first)
@@ -193,9 +193,9 @@ class ExactTail:
             yield self._waiting(sequence)[:, :, max(0, start - written) : stop - written]
 
     def _waiting(self, sequence: int) -> mx.array:
-        """Return the new tokens of a sequence that wait and are read exactly.
+        """Return the unwritten new tokens of a sequence that are read exactly.
 
-        A sequence that lacks its first tokens' exact rows does not read the rest of these exactly either.
+        First tokens (below ``SINKS``) are excluded if the sequence does not read them exactly.
         """
         new = self.waiting[sequence]
         written = sum(last - begin for begin, last in self.rows.runs[sequence])
@@ -208,8 +208,8 @@ class ExactSpan:
     """Which tokens of a sequence have exact rows: the first ``sinks``, and those from ``start`` on.
 
     Attributes:
-        page: in which they are.
-        sinks: ``SINKS``, or 0 if the first tokens were taken from another sequence without their rows.
+        page: the page that holds them.
+        sinks: ``SINKS``, or 0 if the first tokens were copied from another sequence without exact rows.
         start: at least ``SINKS``.
     """
 
@@ -218,44 +218,42 @@ class ExactSpan:
     start: int = SINKS
 
     def go_back(self, length: int) -> None:
-        """Become the span of a sequence of its first ``length`` tokens."""
+        """Shorten the sequence to its first ``length`` tokens."""
         if not length:
             self.sinks = SINKS
         self.start = max(SINKS, min(self.start, length))
 
     def lose(self, length: int) -> None:
-        """Become the span of a sequence of ``length`` tokens without exact rows."""
+        """Note that the sequence now has ``length`` tokens, none with exact rows."""
         self.sinks = 0 if length else SINKS
         self.start = max(SINKS, length)
 
     def is_whole(self, length: int) -> bool:
-        """Return whether the rows are there that the query at position ``length`` reads in its tail."""
+        """Return whether the query at position ``length`` finds all rows of its tail."""
         return self.start <= max(SINKS, length + 1 - TAIL_WINDOW)
 
     def will_write(self, end: int) -> None:
-        """Note that the rows of tokens before ``end`` are written: they take the place of others."""
+        """Note that tokens before ``end`` are written, which overwrites the oldest rows of the ring."""
         self.start = max(self.start, end - RING)
 
     def runs(self, first: int, end: int) -> list[Run]:
         """Return the rows of positions ``first`` to ``end``, fewer than ``RING`` past the first tokens."""
         base = self.page * TAIL_ROWS
-        found = [(base + first, base + min(end, SINKS))] if first < min(end, SINKS) else []
+        runs = [(base + first, base + min(end, SINKS))] if first < min(end, SINKS) else []
         first = max(first, SINKS) - SINKS
         while first < end - SINKS:
             row = first % RING
             count = min(end - SINKS - first, RING - row)
-            found.append((base + SINKS + row, base + SINKS + row + count))
+            runs.append((base + SINKS + row, base + SINKS + row + count))
             first += count
-        return found
+        return runs
 
     def read(self, length: int, end: int) -> tuple[int, list[Run]]:
-        """Return where the tail starts that the query at position ``length`` reads, and the rows up to
-        position ``end``, with the first tokens before it.
-        """
+        """Return the tail's start for the query at position ``length``, and all exact rows up to ``end``."""
         start = max(self.start, length + 1 - TAIL_WINDOW)
         sinks = self.runs(0, min(self.sinks, end))
         tail = self.runs(start, end)
-        if sinks and tail and sinks[-1][1] == tail[0][0]:  # side by side, until the ring is full
+        if sinks and tail and sinks[-1][1] == tail[0][0]:  # contiguous until the ring wraps
             joined = (sinks[-1][0], tail[0][1])
             return min(start, end), [*sinks[:-1], joined, *tail[1:]]
         return min(start, end), [*sinks, *tail]

@@ -1,12 +1,11 @@
-"""What is done to keys and values before a layer's cache quantizes them, and to queries and outputs so that
-attention stays the same.
+"""Transforms of keys and values that reduce quantization error without changing attention.
 
-A few large channels take the range that a group's other values need. Three changes undo that, and none of
-them changes attention but by rounding. A constant taken out of every key adds the same to all scores of a
-query, which a softmax does not see. A channel divided in keys and multiplied in queries gives the same
-products. So does an orthogonal transform of both. They are applied after the rotary positions, in this order:
-center, balance, rotate. Values can go through the same orthogonal transform, which is its own inverse: then
-the output of attention goes through it once more.
+A few large channels take up the range that the other values of a group need. Three transforms undo that and
+change attention only by rounding. Subtracting a constant from every key shifts all scores of a query alike,
+which the softmax cancels. Dividing a channel of keys and multiplying it in queries keeps the products. So
+does an orthogonal transform of both. They are applied after the rotary embedding, in this order: center,
+balance, rotate. Values can go through the same orthogonal transform, which is its own inverse; the output of
+attention then goes through it once more.
 
 Sources: SmoothQuant (arXiv 2211.10438) for the balance, QuaRot (arXiv 2404.00456) for the Hadamard transform.
 """
@@ -18,22 +17,22 @@ import mlx.core as mx
 
 from kvant.operators.bias_split import BiasSplit
 
-VALUES = "rotate-values"  # the part of a transform's name that is of values
+VALUES = "rotate-values"  # the component of a transform's name that concerns values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyTransform:
-    """A layer's changes. K kv heads, H query heads, D the width of keys.
+    """The transforms of one layer.
 
     Attributes:
-        name: of its parts but the bias split, with a digest of their numbers; "": it has none.
-        bias_split: the biases that keys and values come without. If some of its pairs have a key bias,
-            ``balance`` is the same for both elements of such a pair, and nothing is rotated.
-        center: (K, 1, D) float32, taken out of every key.
-        balance: (K, 1, D) float32, powers of two, that keys are divided by and queries multiplied with.
-        rotates: keys and queries go through a Hadamard transform, in blocks of the largest power of two that
-            divides D.
-        rotates_values: values and outputs do. The value bias that is split off is added to such outputs.
+        name: of its components except the bias split, with a digest of their numbers; "" without any.
+        bias_split: the biases that keys and values lack. If some of its pairs have a key bias, ``balance`` is
+            the same for both elements of such a pair, and keys are not rotated.
+        center: (K, 1, D) float32, subtracted from every key.
+        balance: (K, 1, D) float32, powers of two; keys are divided by it and queries multiplied.
+        rotates: whether keys and queries go through a Hadamard transform, in blocks of the largest power of
+            two that divides D.
+        rotates_values: whether values and outputs do. The split-off value bias is added to such outputs.
     """
 
     name: str = ""
@@ -65,13 +64,13 @@ class KeyTransform:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What it holds."""
+        """Return all its arrays."""
         split = self.bias_split
         parts = [] if split is None else [split.key_bias, split.rotation, split.value_bias]
-        return [*parts, *(part for part in (self.center, self.balance) if part is not None)]
+        return [*parts, *(constant for constant in (self.center, self.balance) if constant is not None)]
 
     def query_key(self, both: mx.array, num_heads: int) -> mx.array:
-        """(R, H + K, S, D) of H query heads and K kv heads, in their dtype: on a GPU two launches at most."""
+        """Transform H query and K key heads (R, H + K, S, D) in their dtype, in at most two GPU launches."""
         heads = num_heads, both.shape[1] - num_heads
         if self.center is not None and self.balance is not None:
             center, factor = (self._constants(name, both.dtype, *heads) for name in ("center", "factor"))
@@ -84,19 +83,19 @@ class KeyTransform:
         return rotated(both) if self.rotates else both
 
     def keys(self, key: mx.array) -> mx.array:
-        """Keys (R, K, S, D) as they are stored, in their dtype."""
+        """Transform keys (R, K, S, D) for storage, in their dtype."""
         return self.query_key(key, 0)
 
     def queries(self, query: mx.array) -> mx.array:
-        """Queries (R, H, S, D) for stored keys, in their dtype."""
+        """Transform queries (R, H, S, D) for stored keys, in their dtype."""
         return self.query_key(query, query.shape[1])
 
     def values(self, value: mx.array) -> mx.array:
-        """Values (R, K, S, Dv) as they are stored, or stored ones as they were given; outputs likewise."""
+        """Transform values (R, K, S, Dv) for storage, or restore stored values or outputs."""
         return rotated(value) if self.rotates_values else value
 
     def restored(self, key: mx.array) -> mx.array:
-        """Stored keys (R, K, T, D) as they were given."""
+        """Restore stored keys (R, K, T, D)."""
         if self.rotates:
             key = rotated(key)
         if self.balance is not None:
@@ -104,15 +103,17 @@ class KeyTransform:
         return key if self.center is None else key + self._constants("center", key.dtype, 0, key.shape[1])
 
     def _constants(self, name: str, dtype: mx.Dtype, H: int, K: int) -> mx.array:
-        """(H + K, 1, D), made once. Any constant can be taken out, a rounded one too."""
-        if (found := self._made.get((name, dtype, H, K))) is not None:
-            return found
-        own = self.center if name == "center" else self.balance
-        assert own is not None
-        of_queries, of_keys = (mx.zeros_like(own), own) if name == "center" else (own, 1 / own)
-        of_queries = mx.repeat(of_queries, H // of_keys.shape[0], axis=0)
-        made = mx.concatenate([of_queries, of_keys[:K]]).astype(dtype)
-        mx.eval(made)  # here: other threads read it
+        """Return a cached constant (H + K, 1, D). Rounding it is harmless: any constant can be subtracted."""
+        if (cached := self._made.get((name, dtype, H, K))) is not None:
+            return cached
+        constant = self.center if name == "center" else self.balance
+        assert constant is not None
+        is_center = name == "center"
+        for_queries = mx.zeros_like(constant) if is_center else constant
+        for_keys = constant if is_center else 1 / constant
+        for_queries = mx.repeat(for_queries, H // for_keys.shape[0], axis=0)
+        made = mx.concatenate([for_queries, for_keys[:K]]).astype(dtype)
+        mx.eval(made)  # now, because other threads read it
         return self._made.setdefault((name, dtype, H, K), made)
 
 
@@ -125,12 +126,12 @@ def _compiled(x: mx.array, center: mx.array, factor: mx.array) -> mx.array:
 
 
 def can_rotate(width: int) -> bool:
-    """Return whether :func:`rotated` changes vectors of this width: an odd one has blocks of one element."""
+    """Return whether :func:`rotated` changes vectors of this width; odd widths have blocks of one element."""
     return width % 2 == 0
 
 
 def rotated(x: mx.array) -> mx.array:
-    """The orthonormal Hadamard transform of the last dimension, in blocks; it is its own inverse."""
+    """Apply the orthonormal Hadamard transform to the last dimension, in blocks; it is its own inverse."""
     width = x.shape[-1]
     block = width & -width
     if block == width:

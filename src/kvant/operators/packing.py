@@ -1,7 +1,7 @@
-"""Packings: how quantized values lie in a cache's bytes.
+"""Packings: the layout of quantized values in a cache's bytes.
 
-An entry of :data:`PACKINGS` is all that a number of bits needs to be quantized, stored, read by the unfused
-attention on any device, planned and saved. The fused kernel has its own list of bits.
+To support another number of bits, add an entry to :data:`PACKINGS`: quantization, storage, unfused attention,
+planning and saving follow it. The fused kernel has its own list of bits.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ class Packing:
 
     Attributes:
         dtype: of the stored array.
-        unit: values that are packed together; it divides the width of a head.
-        pack: rounded floats (..., D/G, G) to stored values (..., D * bits / 8).
-        unpack: stored values to int8 (..., D).
-        unpack_numpy: the same for NumPy's arrays. It must not import NumPy, which short runs do without.
+        unit: number of values packed together; it must divide head_dim.
+        pack: converts rounded floats (..., D/G, G) to stored values (..., D * bits / 8).
+        unpack: converts stored values to int8 (..., D).
+        unpack_numpy: the same for NumPy arrays. It must not import NumPy, which short runs do not need.
     """
 
     dtype: mx.Dtype
@@ -44,15 +44,15 @@ def _unpack_bytes_numpy(stored: Any) -> Any:
 
 def _pack_nibbles(quantized: mx.array) -> mx.array:
     # (..., D/G, G) floats -> (..., D/2) bytes. n + 8 is at least 0, and (n + 8) ^ 8 is n in two's complement.
-    # Two bytes are a word, the first of them the low one.
+    # Two bytes form a little-endian word.
     words = mx.view((quantized + 8).astype(mx.uint8).flatten(-2), mx.uint16)
     return (words | (words >> 4)).astype(mx.uint8) ^ mx.array(0x88, mx.uint8)
 
 
 def _unpack_nibbles(packed: mx.array) -> mx.array:
-    # Put the two nibbles of a byte into the two bytes of a 16-bit word. On a little-endian machine (all that
-    # MLX runs on) they are then in the order of the elements. (n ^ 8) - 8 is the nibble n in two's
-    # complement. This takes a half to a third of the time of stacking the two.
+    # Put the two nibbles of a byte into the two bytes of a 16-bit word. On little-endian machines (MLX runs
+    # on no others) they are then in the order of the elements. (n ^ 8) - 8 sign-extends the nibble n. This
+    # takes a half to a third of the time of stacking the two.
     words = packed.astype(mx.uint16)
     words = ((words | (words << 4)) & mx.array(0x0F0F, mx.uint16)) ^ mx.array(0x0808, mx.uint16)
     return mx.view(words, mx.int8) - mx.array(8, mx.int8)  # (..., D/2) -> (..., D)
@@ -68,7 +68,7 @@ def _unpack_nibbles_numpy(packed: Any) -> Any:
     return numbers
 
 
-# By their bits: int8 from -127 to 127, and two values of 4 bits in a byte, the first in the low nibble.
+# By bits: int8 from -127 to 127, and two 4-bit values in a byte, the first in the low nibble.
 PACKINGS = {
     8: Packing(mx.int8, 1, _pack_bytes, _unpack_bytes, _unpack_bytes_numpy),
     4: Packing(mx.uint8, 2, _pack_nibbles, _unpack_nibbles, _unpack_nibbles_numpy),
@@ -76,5 +76,5 @@ PACKINGS = {
 
 
 def stored_width(head_dim: int, bits: int) -> int:
-    """Return the length of the last axis of stored values; at 0 bits it is the head's."""
+    """Return the length of the last axis of stored values; without quantization that is head_dim."""
     return head_dim * bits // 8 if bits else head_dim

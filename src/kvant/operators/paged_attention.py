@@ -1,7 +1,4 @@
-"""Attention of several sequences whose tokens are rows of shared arrays, unchecked: append, then attend.
-
-B sequences, S new tokens each, H query heads, K kv heads, D head_dim.
-"""
+"""Attention of several sequences whose tokens are rows of shared arrays: append, then attend. Unchecked."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,7 +25,7 @@ from kvant.operators.streams import FEW_ROWS
 
 
 class NewTokens(NamedTuple):
-    """New tokens that wait to be written, in the form of a layer's arrays; empty: none do."""
+    """New tokens to be written later, in the form of a layer's arrays; empty if there are none."""
 
     stored: Sequence[mx.array] = ()
     exact: Sequence[mx.array] = ()
@@ -50,25 +47,26 @@ def multi_head_cache_attention(
     backend: Backend | None = None,
     exact_arrays: Sequence[mx.array] = (),
 ) -> tuple[mx.array, NewTokens]:
-    """Causal attention of S new tokens of each sequence to its rows, once they are written. Changes
-    ``arrays`` and ``exact_arrays``.
+    """Write S new tokens of each sequence, then compute their causal attention to its rows.
+
+    Changes ``arrays`` and ``exact_arrays`` in place.
 
     Args:
-        query: (R, H, S, D), R >= B. Sequences past the B of ``rows`` are padding: nothing is written of them,
-            and their attention is 0.
+        query: (R, H, S, D), R >= B. Sequences past the B of ``rows`` are padding: they are not written, and
+            their attention is 0.
         key, value: (R, K, S, D) and (R, K, S, Dv).
-        value_bit: of values; 0: as of keys.
-        mask: of one sequence, which is unfused then: as :func:`kvant.operators.attention.attend_tokens` takes
-            it, with a column for every token so far.
+        value_bit: bits of values; 0 means those of keys.
+        mask: for one sequence, which then attends unfused: a mask for
+            :func:`kvant.operators.attention.attend_tokens` with a column for every token so far.
         bias_split: the biases that keys and values lack. Position j is at column j of its rotation.
-        sinks: as ``attend_tokens`` takes them.
-        backend: where the fused kernel runs, which must take the layer's tokens
-            (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: the unfused operator.
-        exact_arrays: floats of the first and the last tokens, in the rows that ``rows.exact`` names. Empty:
-            all tokens are read as they are quantized.
+        sinks: as in ``attend_tokens``.
+        backend: runs the fused kernel, which must support the layer's tokens
+            (:func:`kvant.operators.kernels.attend.unsupported_reason`). None: use the unfused operator.
+        exact_arrays: floats of the first and the last tokens, in the rows of ``rows.exact``. Empty: all
+            tokens are read quantized.
 
     Returns:
-        (R, H, S, Dv) in the query's dtype, and what of the new tokens waits to be written.
+        (R, H, S, Dv) in the query's dtype, and the new tokens that are still to be written.
     """
     pages = rows.pages if mask is None and backend is not None else None
     bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
@@ -82,8 +80,8 @@ def multi_head_cache_attention(
         if exact is not None:
             options["exact"] = exact
         return attend_pages(query, arrays, pages, **form, **options, backend=backend), waiting
-    own = attend_rows(query, arrays, rows, **bits, mask=mask, waiting=waiting.stored, **options, exact=exact)
-    return own, waiting
+    options |= bits | {"mask": mask, "waiting": waiting.stored, "exact": exact}
+    return attend_rows(query, arrays, rows, **options), waiting
 
 
 def append(
@@ -96,9 +94,9 @@ def append(
     backend: Backend | None = None,
     **form: Any,
 ) -> NewTokens:
-    """Write new tokens, and return those that wait to be written.
+    """Write new tokens, and return those that are to be written later.
 
-    Arguments are those of :func:`multi_head_cache_attention`; with a ``backend`` it quantizes the tokens.
+    Arguments are those of :func:`multi_head_cache_attention`; a ``backend`` quantizes the tokens.
     """
     B = len(rows.runs)
     stored: Sequence[mx.array] = ()
@@ -130,9 +128,7 @@ def attend_rows(
     sinks: mx.array | None = None,
     exact: ExactTail | None = None,
 ) -> mx.array:
-    """:func:`multi_head_cache_attention` of tokens that are written already, or ``waiting`` as they are
-    stored.
-    """
+    """Compute :func:`multi_head_cache_attention` for tokens already written or still ``waiting``."""
     options: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
     options |= {"mask": mask, "waiting": waiting, "bias_split": bias_split, "sinks": sinks, "exact": exact}
     if mx.default_device().type == mx.cpu:
@@ -157,12 +153,12 @@ def _attend_unfused(
     sinks: mx.array | None,
     exact: ExactTail | None,
 ) -> mx.array:
-    """:func:`attend_rows` on a GPU, of the sequences that have rows."""
+    """Compute :func:`attend_rows` on a GPU, without padding."""
     S, D = query.shape[2:]
     bits: dict[str, Any] = {"quant_bit": quant_bit, "value_bit": value_bit}
     form: dict[str, Any] = bits | {
         "key_dim": D,
-        "dtype": mx.float32 if bias_split is not None else query.dtype,  # as attention takes them
+        "dtype": mx.float32 if bias_split is not None else query.dtype,  # the dtype of attend_tokens
     }
     size = tokens_at_once(float_bytes(arrays[0], D, **bits), S, quant_bit)
     outputs: list[mx.array] = []

@@ -1,6 +1,4 @@
-"""The fused kernel with the options of the unfused operator, and on the pages of several sequences.
-Unchecked.
-"""
+"""The fused kernel, called with the unfused operator's options or on several sequences' pages. Unchecked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,17 +15,15 @@ from kvant.operators.masks import alibi_slopes
 
 @dataclass(frozen=True, slots=True)
 class StepPages:
-    """The pages of B sequences in one step, made once for all layers that share them.
+    """The pages of B sequences in one step, shared by all layers with the same pages.
 
     Attributes:
-        table: (B, N) int32, each one's pages in the order of positions, 0 if it has fewer than N. N is 8 or
-            more.
-        first: int32, the position of the first row of each one's first page, B or 8 numbers, whichever is
-            more.
-        offset: the same of tokens before the new ones.
+        table: (B, N) int32, N >= 8: each sequence's pages in the order of positions, padded with 0.
+        first: (max(B, 8),) int32: the position of the first row of each sequence's first page.
+        offset: (max(B, 8),) int32: the tokens before the new ones.
         sequences: B.
-        rows: from the first page's first row to the last new token, of the sequence that has most.
-        window: tokens that a query sees, its own included; None: all up to its own.
+        rows: of the longest sequence, from its first page's first row to the last new token.
+        window: tokens that a query sees, including its own; None: all up to its own.
     """
 
     table: mx.array
@@ -41,22 +37,24 @@ class StepPages:
 def step_pages(
     pages: Sequence[Sequence[int]], first: Sequence[int], offset: Sequence[int], rows: int, window: int | None
 ) -> StepPages:
-    """:class:`StepPages` of lists; ``pages`` has those of each sequence that the step reads or writes."""
-    B, N = len(pages), max(SMALL, *map(len, pages))
-    table = [[*own, *[0] * (N - len(own))] for own in pages]
+    """Make :class:`StepPages` from lists; ``pages`` are those that the step reads or writes."""
+    B = len(pages)
+    N = max(SMALL, *map(len, pages))
+    table = [[*numbers, *[0] * (N - len(numbers))] for numbers in pages]
     more = [0] * (SMALL - B)
-    firsts, offsets = mx.array([*first, *more], mx.int32), mx.array([*offset, *more], mx.int32)
+    firsts = mx.array([*first, *more], mx.int32)
+    offsets = mx.array([*offset, *more], mx.int32)
     return StepPages(mx.array(table, mx.int32), firsts, offsets, B, rows, window)
 
 
 def exact_pages(
     spans: Sequence[ExactSpan], sinks: Sequence[int], starts: Sequence[int], ends: Sequence[int]
 ) -> ExactPages:
-    """:class:`ExactPages` of the sequences of a step."""
+    """Make :class:`ExactPages` for the sequences of a step."""
     B = len(spans)
     table = [[span.page, *[0] * (SMALL - 1)] for span in spans]
     numbers = zip(sinks, starts, ends, strict=True)
-    rows = [[*own, 0] for own in numbers]
+    rows = [[*span, 0] for span in numbers]
     rows += [[0, 0, 0, 0]] * max(0, 2 - B)
     return ExactPages(mx.array(table, mx.int32), mx.array(rows, mx.int32))
 
@@ -71,9 +69,7 @@ def attend_fused(
     bias_split: BiasSplit | None = None,
     **options: Any,
 ) -> mx.array:
-    """:func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as the other functions
-    take them.
-    """
+    """Call :func:`kvant.operators.kernels.attend.attend` with ALiBi and the bias split as options."""
     if bias_split is not None:
         names = ("key_bias", "pairs", "rotation", "value_bias")
         options |= {name: getattr(bias_split, name) for name in names}
@@ -89,12 +85,12 @@ def attend_pages(
     exact: ExactTail | None = None,
     **options: Any,
 ) -> mx.array:
-    """Causal attention of S new tokens of each sequence to its pages, which hold them already.
+    """Compute causal attention of S new tokens of each sequence to its pages, which already contain them.
 
     Args:
         query: (R, H, S, D), R >= B. Sequences past the B of ``pages`` are padding: their attention is 0.
-        arrays: values (2, K, T, D'), and if they are quantized scales (2, K, T, D/G).
-        exact: of the same sequences, with pages for the kernel; they hold the new tokens too.
+        arrays: values (2, K, T, D') and, if quantized, scales (2, K, T, D/G).
+        exact: the exact tail of the same sequences, with pages for the kernel; it has the new tokens too.
         options: of :func:`attend_fused`.
 
     Returns:

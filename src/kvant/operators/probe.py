@@ -1,9 +1,9 @@
-"""Tries the fused kernel as a layer will call it, against the unfused operator on the CPU.
+"""Try the fused kernel as a layer will call it, against the unfused operator on the CPU.
 
-MLX compiles an instance of the kernel when it first runs. A text that this device's compiler refuses, a
-threadgroup that is too large for it, or a wrong number would otherwise show in an answer. Small arrays show
-it: an instance depends on no size, except that MLX keeps inputs of fewer than 8 elements in Metal's constant
-    memory.
+MLX compiles an instance of the kernel when it first runs. Otherwise source that this device's compiler
+rejects, a threadgroup that is too large for it, or a wrong number would only show in an answer. Small arrays
+suffice: an instance depends on no size, except that MLX keeps inputs of fewer than 8 elements in Metal's
+constant memory.
 """
 
 import math
@@ -29,34 +29,33 @@ from kvant.operators.row_runs import put_rows
 from kvant.operators.stored_tokens import fitted_tokens, float_tokens, stored_tokens
 
 KV_HEADS = 4
-ROWS = 512  # so many that the second pass has its largest threadgroup
-ANY_HEADS = (1, 8)  # query heads of a kv head, if they are not known: they give every shape of a threadgroup
-# Of an output, relative to 1 + its expected magnitude: a few roundings of its dtype.
+ROWS = 512  # enough that the second pass has its largest threadgroup
+ANY_HEADS = (1, 8)  # query heads per kv head to try if unknown: they give every threadgroup shape
+# Relative to 1 + the expected magnitude of an output: a few roundings of its dtype.
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-# A GPU may divide with an error of some ulps. A quotient halfway between two integers may then round to the
-# other one.
-MAX_STEPS_OFF = 1.1  # in scales. The last tenth is for the scale's own rounding
+# A GPU's division may be off by some ulps, so a quotient near a half may round the other way.
+MAX_STEPS_OFF = 1.1  # in scales; the last tenth allows for the scale's own rounding
 MAX_SHARE_OFF = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """How a layer calls the kernel. Uses of layers that call it alike are equal.
+    """How a layer calls the kernel. Layers that call it alike have equal uses.
 
     Attributes:
-        head_dim, value_dim: of keys and of values.
-        dtype: of queries, and at 0 bits of keys and values.
-        quant_bit, quant_group, scale_dtype: of the cache. value_bit: of its values; 0: as of its keys.
-        heads: query heads of a kv head, H/K; None: not known.
-        pairs: rotary pairs of a bias split; None: there is none.
+        head_dim, value_dim: widths of keys and of values.
+        dtype: of queries and, at 0 bits, of keys and values.
+        quant_bit, quant_group, scale_dtype: of the cache. value_bit: of its values; 0 means that of keys.
+        heads: query heads per kv head, H/K; None: unknown.
+        pairs: number of rotary pairs of a bias split; None: no split.
         cache_dtype: of stored keys and values at 0 bits; None: ``dtype``.
-        mask: whether a mask is given.
-        sinks: whether learned sinks may be given, in the queries' dtype. Tried besides.
-        paged: whether rows are in pages. A PMX operator's are not.
-        window: tokens that a query sees, its own included; None: all.
+        mask: whether calls pass a mask.
+        sinks: whether calls may pass learned sinks, in the queries' dtype. They are tried in addition.
+        paged: whether rows are in pages; those of a PMX operator are not.
+        window: tokens that a query sees, including its own; None: all.
         is_alibi: whether ALiBi is added.
-        tail_dtype: of the rows of an exact tail; None: the layer has none. One that has is paged, without a
-            mask and ALiBi.
+        tail_dtype: of the exact tail's rows; None: no exact tail. A layer with one is paged and has neither a
+            mask nor ALiBi.
     """
 
     head_dim: int
@@ -78,12 +77,12 @@ class KernelUse:
 
     @property
     def bits(self) -> dict[str, Any]:
-        """As the operators take them."""
+        """Return the bits as keyword arguments of the operators."""
         return {"quant_bit": self.quant_bit, "value_bit": self.value_bit}
 
     @property
     def unsupported_reason(self) -> str | None:
-        """Why the kernel does not take the layer's decode step; None: it takes it."""
+        """Return why the kernel does not support the layer's decode step, or None if it does."""
         return unsupported_reason(
             (1, 1, 1, self.head_dim),
             quant_bit=self.quant_bit,
@@ -98,7 +97,8 @@ class KernelUse:
             self.quant_bit if self.value_bit in (0, self.quant_bit) else f"{self.quant_bit}/{self.value_bit}"
         )
         kind = f"{bits} bits g{self.quant_group}" if self.quant_bit else "floats"
-        has_split, has_window = self.pairs is not None, self.window is not None
+        has_split = self.pairs is not None
+        has_window = self.window is not None
         extras = {"bias split": has_split, "mask": self.mask, "window": has_window, "ALiBi": self.is_alibi}
         extras |= {"exact tail": self.tail_dtype is not None}
         dtype = str(self.dtype).removeprefix("mlx.core.")
@@ -107,7 +107,7 @@ class KernelUse:
 
 
 class Call(NamedTuple):
-    """A call that is tried: query heads of a kv head, new tokens, and whether there are sinks."""
+    """A trial call: query heads per kv head, new tokens, and whether there are sinks."""
 
     heads: int
     new_tokens: int
@@ -115,12 +115,12 @@ class Call(NamedTuple):
 
 
 def probe_failure(use: KernelUse, backend: Backend) -> str | None:
-    """Why the kernel does not do what a layer needs of it; None: it does."""
+    """Return why the kernel does not do what a layer needs, or None if it does."""
     trials = {heads: Trial(use, heads) for heads in _heads(use)}
     for call in probe_calls(use, backend):
         try:
             problem = trials[call.heads].agreement(backend, call.new_tokens, sinks=call.sinks).problem
-        except Exception as error:  # of a compiler or a driver: any
+        except Exception as error:  # a compiler or driver may raise anything
             problem = " ".join(str(error).split())[:500] or type(error).__name__
         if problem is not None:
             queries = call.heads * call.new_tokens
@@ -129,9 +129,9 @@ def probe_failure(use: KernelUse, backend: Backend) -> str | None:
 
 
 def probe_calls(use: KernelUse, backend: Backend) -> list[Call]:
-    """The calls that are tried: every instance in each way that its simdgroups share the work.
+    """Return trial calls that cover every instance and every way its simdgroups share the work.
 
-    Of the calls of 1 to 8 new tokens that are alike in this, it is the one with the largest threadgroup.
+    Among equivalent calls of 1 to 8 new tokens it is the one with the largest threadgroup.
     """
     chosen: dict[tuple[int, int, bool], tuple[int, Call]] = {}
     for heads, new_tokens in product(_heads(use), range(1, MAX_NEW_TOKENS + 1)):
@@ -144,7 +144,7 @@ def probe_calls(use: KernelUse, backend: Backend) -> list[Call]:
 
 
 def num_instances(use: KernelUse, backend: Backend, calls: Sequence[Call]) -> int:
-    """The instances of the kernels that MLX compiles for calls, which store what they attend to."""
+    """Return how many kernel instances MLX compiles for calls, including those that store the tokens."""
     attends = {_shape(use, backend, call.heads * call.new_tokens)[-1] for call in calls}
     passes = 1 if use.tail_dtype is None else 2  # exact rows take another instance
     return passes * len(attends) + len({call.sinks for call in calls}) + (use.quant_bit > 0)
@@ -162,30 +162,35 @@ def _shape(use: KernelUse, backend: Backend, queries: int) -> tuple[int, int, in
 class Agreement:
     """The result of a comparison."""
 
-    error: float  # the output's largest, relative to 1 + the expected magnitude. NaN if either is NaN
+    error: float  # the output's largest, relative to 1 + the expected magnitude; NaN if either is NaN
     tolerance: float  # for this dtype
-    problem: str | None  # the difference that is too large. None: there is none
+    problem: str | None  # describes a difference that is too large
 
 
 class Trial:
-    """The arrays of calls that a layer makes: two sequences in pages, one from its second page on, or one
-    without.
+    """The arrays of a layer's calls: two sequences in pages, one from its second page on, or one unpaged.
 
-    Rows that hold no token hold NaN, so whoever reads one gives NaN.
+    Empty rows hold NaN, so reading one gives NaN.
     """
 
     def __init__(self, use: KernelUse, heads: int) -> None:
         self.use = use
         self.form: dict[str, Any] = use.bits | {"quant_group": use.quant_group}
-        self.stores = fitted_tokens if use.paged else stored_tokens  # as a cache does, or PMX's operator
-        K, D, Dv, S, R = KV_HEADS, use.head_dim, use.value_dim, MAX_NEW_TOKENS, ROWS
-        self.window = None if use.window is None else min(use.window, R // 2)  # no constant of an instance
-        # The position of the first row of each sequence, and its tokens before the new ones.
+        self.stores = fitted_tokens if use.paged else stored_tokens  # a cache's, or a PMX operator's
+        K = KV_HEADS
+        D = use.head_dim
+        Dv = use.value_dim
+        S = MAX_NEW_TOKENS
+        R = ROWS
+        self.window = None if use.window is None else min(use.window, R // 2)  # no compile-time constant
+        # For each sequence the position of its first row, and its tokens before the new ones.
         self.spans = [(PAGE_SIZE, PAGE_SIZE + R - S - 7), (0, R // 2)] if use.paged else [(0, R - S - 7)]
-        B, H, pages = len(self.spans), heads * K, R // PAGE_SIZE
+        B = len(self.spans)
+        H = heads * K
+        pages = R // PAGE_SIZE
         numbers = random.Random(0).sample(range(B * pages), B * pages) if use.paged else list(range(pages))
         self.pages = [numbers[b * pages : (b + 1) * pages] for b in range(B)]
-        with mx.stream(mx.cpu):  # the same numbers wherever it is asked
+        with mx.stream(mx.cpu):  # the same numbers on every machine
             keys = iter(mx.random.split(mx.random.key(0), 12))
 
             def normal(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -193,11 +198,11 @@ class Trial:
 
             self.query = normal(B, H, S, D, dtype=use.dtype)
             self.key, self.value = (normal(B, K, S, width, dtype=use.dtype) for width in (D, Dv))
-            self.sinks = normal(max(8, H), dtype=use.dtype)  # not small, as a model's are not
+            self.sinks = normal(max(8, H), dtype=use.dtype)  # at least 8, like a model's
             self.mask = normal(S, R) > -1 if use.mask else None
             self.split: BiasSplit | None = None
             if use.pairs is not None:
-                angle = normal(use.pairs, 2 * R)  # of each column
+                angle = normal(use.pairs, 2 * R)
                 table = mx.stack([mx.cos(angle), mx.sin(angle)])
                 self.split = BiasSplit(
                     3 * normal(K, 2, use.pairs), tuple(range(use.pairs)), table, normal(K, Dv)
@@ -206,7 +211,7 @@ class Trial:
             self.past = self._empty(R)
             stored = self.stores(past_key, past_value, self.past, **self.form)
             self._write(self.past, stored, 0)
-            # Of the first sequence all exact rows are there, of the other one a few of the last tokens.
+            # The first sequence has all exact rows, the other one only some of its last tokens.
             self.tails = [ExactSpan(2), ExactSpan(0, sinks=0, start=self.spans[-1][1] - TAIL_ROWS // 4)]
             self.exact_rows: list[mx.array] = []
             if use.tail_dtype is not None:
@@ -214,10 +219,9 @@ class Trial:
             mx.eval(self.query, self.key, self.value, self.past, self.exact_rows, self.sinks, self.mask)
 
     def agreement(self, backend: Backend, new_tokens: int, *, sinks: bool = False) -> Agreement:
-        """Run the kernels, and compare what they store and give with what the unfused operators do on the
-        CPU.
+        """Run the kernels, and compare stored tokens and output with the unfused operators on the CPU.
 
-        Not on the GPU: some multiply float32 matrices with fewer bits.
+        The reference runs on the CPU because some GPUs multiply float32 matrices with fewer bits.
         """
         arrays, new, output = self.run(backend, new_tokens, sinks=sinks)
         with mx.stream(mx.cpu):
@@ -234,21 +238,20 @@ class Trial:
     def run(
         self, backend: Backend, new_tokens: int, *, sinks: bool = False
     ) -> tuple[list[mx.array], list[mx.array], mx.array]:
-        """Store the new tokens and attend to them, by the kernels: the cache then, what was stored, and
-        the output.
-        """
-        with mx.stream(mx.cpu):  # all but the kernels: MLX would compile its own scatter for the GPU
+        """Store and attend to the new tokens with the kernels; return cache, stored tokens and output."""
+        with mx.stream(mx.cpu):  # everything but the kernels: MLX would compile its own scatter for the GPU
             arrays = [mx.array(array) for array in self.past]
             key, value = (x[:, :, :new_tokens] for x in (self.key, self.value))
             new = self.stores(key, value, arrays, **self.form, backend=backend)
             self._write(arrays, new, new_tokens)
             output = self._attend(arrays, new_tokens, self.sinks if sinks else None, backend)
             mx.eval(new, output)
-        mx.synchronize()  # a failure is raised here, or when it was queued
+        mx.synchronize()  # failures are raised here, or when the work was queued
         return arrays, new, output
 
     def _attend(self, arrays: list[mx.array], S: int, sinks: mx.array | None, backend: Backend) -> mx.array:
-        query, mask = self.query[:, :, :S], None if self.mask is None else self.mask[:S]
+        query = self.query[:, :, :S]
+        mask = None if self.mask is None else self.mask[:S]
         options = self.form | {"mask": mask, "sinks": sinks, "bias_split": self.split, "backend": backend}
         options["is_alibi"] = self.use.is_alibi
         starts, offsets = zip(*self.spans, strict=True)
@@ -263,8 +266,12 @@ class Trial:
         return attend_fused(query, cache, scale, mx.array(offsets), window=self.window, **options)
 
     def _unfused(self, arrays: list[mx.array], b: int, S: int, sinks: bool) -> mx.array:
-        use, (_, H, _, D), places, first = self.use, self.query.shape, self._places(b, S), self.spans[b][0]
-        query, own = self.query[b : b + 1, :, :S].astype(mx.float32), self.sinks[:H] if sinks else None
+        use = self.use
+        _, H, _, D = self.query.shape
+        places = self._places(b, S)
+        first = self.spans[b][0]
+        query = self.query[b : b + 1, :, :S].astype(mx.float32)
+        sink_scores = self.sinks[:H] if sinks else None
         if self.exact_rows:
             runs = [[(place, place + 1) for place in places]]
             (output,) = attend_each_exactly(
@@ -277,7 +284,7 @@ class Trial:
                 dtype=mx.float32,
                 mask=None,
                 bias_split=self.split,
-                sinks=own,
+                sinks=sink_scores,
             )
             return output
         stored = [array[:, :, mx.array(places)][None] for array in arrays]
@@ -287,27 +294,30 @@ class Trial:
         if self.mask is not None:
             mask = mask & self.mask[:S, :T]
         split = None if self.split is None else replace(self.split, rotation=self.split.rotation[..., first:])
-        return attend_tokens(query, *tokens, is_alibi=use.is_alibi, mask=mask, bias_split=split, sinks=own)
+        options: dict[str, Any] = {"mask": mask, "bias_split": split, "sinks": sink_scores}
+        return attend_tokens(query, *tokens, is_alibi=use.is_alibi, **options)
 
     def _stored_problem(self, new: Sequence[mx.array], expected: Sequence[mx.array]) -> str | None:
-        """The difference in the new tokens as the kernel stored them; None: there is none."""
-        D, G = self.use.head_dim, self.use.quant_group
+        """Return how the tokens that the kernel stored differ, or None if they do not."""
+        D = self.use.head_dim
+        G = self.use.quant_group
         if not self.use.quant_bit:
-            return None  # nothing is computed
+            return None  # floats are only copied
 
         def joined(stored: Sequence[mx.array], key_dim: int, **bits: Any) -> mx.array:  # (B, K, S, D + Dv)
             return mx.concatenate([*float_tokens(stored, **bits, dtype=mx.float32, key_dim=key_dim)], axis=-1)
 
-        given, wanted = (joined(stored, D, **self.use.bits) for stored in (new, expected))
+        result, target = (joined(stored, D, **self.use.bits) for stored in (new, expected))
         scales = joined(expected[1:], D // G, quant_bit=0)
-        off = mx.abs(given - wanted) / mx.repeat(mx.abs(scales), G, axis=-1)
-        most, share = _number(off.max()), _number((off > 0.5).astype(mx.float32).mean())
+        off = mx.abs(result - target) / mx.repeat(mx.abs(scales), G, axis=-1)
+        most = _number(off.max())
+        share = _number((off > 0.5).astype(mx.float32).mean())
         if most <= MAX_STEPS_OFF and share <= MAX_SHARE_OFF:
             return None
         return f"stored values are off by up to {most:.2g} scales, {share:.1%} of them"
 
     def _empty(self, rows: int) -> list[mx.array]:
-        """The cache, and its scale if there is one, of NaN."""
+        """Return a cache and, if quantized, its scale, filled with NaN."""
         use = self.use
         dtype = quantized_dtype(**use.bits) if use.quant_bit else use.cache_dtype or use.dtype
         shape = (1, KV_HEADS, len(self.spans) * rows)
@@ -319,29 +329,30 @@ class Trial:
         return arrays
 
     def _past_exact_rows(self, key: mx.array, value: mx.array, dtype: mx.Dtype) -> mx.array:
-        """The exact rows of past tokens (B, K, R, D); those that hold none are NaN."""
+        """Return the exact rows of past tokens (B, K, R, D); empty rows are NaN."""
         like = mx.zeros(0, dtype)
         tokens = self._exact_tokens(key, value, like)
         rows = mx.full((*tokens.shape[1:3], 3 * TAIL_ROWS, tokens.shape[4]), math.nan, dtype)
-        for span, (first, offset), own in zip(self.tails, self.spans, tokens, strict=True):
+        for span, (first, offset), tail_tokens in zip(self.tails, self.spans, tokens, strict=True):
             for start, end in ((0, span.sinks), (max(span.start, offset + 1 - TAIL_WINDOW), offset)):
-                # Tokens before the first page are any.
+                # Tokens before the first page may be any.
                 numbers = mx.array([(position - first) % ROWS for position in range(start, end)], mx.int32)
-                put_rows(rows, own[:, :, numbers], span.runs(start, end))
+                put_rows(rows, tail_tokens[:, :, numbers], span.runs(start, end))
         return rows
 
     def _exact_tokens(self, key: mx.array, value: mx.array, like: mx.array) -> mx.array:
-        """Tokens (B, K, S, D) as exact rows: (B, 2, K, S, D)."""
+        """Convert tokens (B, K, S, D) to exact rows (B, 2, K, S, D)."""
         return fitted_tokens(key, value, [like], quant_bit=0, quant_group=0)[0]
 
     def _exact_tail(self, S: int) -> ExactTail:
-        """The exact rows of a step of S new tokens, which are written to a copy."""
+        """Return the exact tail of a step of S new tokens, which are written to a copy."""
         rows = mx.array(self.exact_rows[0])
         new = self._exact_tokens(self.key[:, :, :S], self.value[:, :, :S], rows)
         ends = [offset + S for _, offset in self.spans]
-        starts, runs = [], []
-        for span, end, own in zip(self.tails, ends, new, strict=True):
-            put_rows(rows, own, span.runs(end - S, end))
+        starts = []
+        runs = []
+        for span, end, new_rows in zip(self.tails, ends, new, strict=True):
+            put_rows(rows, new_rows, span.runs(end - S, end))
             start, read = span.read(end - S, end)
             starts.append(start)
             runs.append(read)
@@ -351,17 +362,17 @@ class Trial:
         return ExactTail(ExactRows(None, runs, sinks, starts, ends, numbers, pages), [rows])
 
     def _places(self, b: int, S: int) -> list[int]:
-        """The rows of sequence b's tokens, S new ones included, in the order of positions."""
+        """Return the rows of sequence b's tokens, including S new ones, in the order of positions."""
         first, offset = self.spans[b]
         rows = range(offset + S - first)
         return [self.pages[b][row // PAGE_SIZE] * PAGE_SIZE + row % PAGE_SIZE for row in rows]
 
     def _write(self, arrays: Sequence[mx.array], parts: Sequence[mx.array], S: int) -> None:
-        """Write parts (B, 2, K, tokens, last) as the S new tokens; 0: as those before."""
+        """Write ``parts`` (B, 2, K, tokens, last) as the S new tokens, or with 0 as those before."""
         for b in range(len(self.spans)):
             places = self._places(b, S)[-S:]
-            for array, part in zip(arrays, parts, strict=True):
-                array[:, :, mx.array(places)] = part[b, :, :, : len(places)]
+            for array, tokens in zip(arrays, parts, strict=True):
+                array[:, :, mx.array(places)] = tokens[b, :, :, : len(places)]
 
 
 def _number(x: mx.array) -> float:

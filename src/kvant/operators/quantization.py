@@ -8,9 +8,9 @@ QUANT_BITS = (0, *PACKINGS)
 FLOAT_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SCALE_DTYPES = (mx.float32, mx.float16)
 MIN_SCALE = 1e-5
-MAX_GROUP = 1024  # of those that a message names
-FITTED_BITS = 4  # the engine's caches fit the scales of so many bits; at 8 there is nothing to gain
-TINY = 1e-30  # keeps a group of zeros from 0/0
+MAX_GROUP = 1024  # the largest group that a message suggests
+FITTED_BITS = 4  # the engine's caches fit the scales at these bits; at 8 there is nothing to gain
+TINY = 1e-30  # avoids 0/0 in a group of zeros
 
 
 def quantize(
@@ -42,7 +42,7 @@ def quantize(
         raise ValueError(f"x has dtype {x.dtype}; quantize takes float32, float16 or bfloat16")
     grouped = mx.unflatten(x, -1, (-1, quant_group))  # (..., D) -> (..., D/G, G)
     top = 2 ** (quant_bit - 1) - 1
-    # Constants of x's dtype, to show that nothing is promoted.
+    # Constants in x's dtype, so that nothing is promoted.
     scale = mx.maximum(
         mx.abs(grouped).max(axis=-1, keepdims=True) / mx.array(top, x.dtype), mx.array(MIN_SCALE, x.dtype)
     )
@@ -53,20 +53,21 @@ def quantize(
 
 
 def quantize_fitted(x: mx.array, quant_group: int, scale_dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Quantize to 4 bits with all 16 values, nearest by least squares; an extension of PMX.
+    """Quantize to 4 bits with all 16 values and least-squares scales; an extension of PMX.
 
-    PMX leaves -8 out. Here the value of the largest magnitude becomes -8, so a scale may be negative, and
-    then the scale is the one with which the quantized values are nearest to ``x``: ``sum(x q) / sum(q^2)``.
-    What is stored is read as PMX's. All arithmetic is in float32.
+    PMX does not use -8. Here the value of the largest magnitude becomes -8, so a scale may be negative. The
+    stored scale ``sum(x q) / sum(q^2)`` then minimizes the squared error. Readers need no change. All
+    arithmetic is in float32.
 
     Args:
-        x: (..., D) floats. The group divides D.
+        x: (..., D) floats; ``quant_group`` divides D.
 
     Returns:
-        as :func:`quantize` at 4 bits.
+        the same as :func:`quantize` at 4 bits.
     """
     grouped = mx.unflatten(x.astype(mx.float32), -1, (-1, quant_group))  # (..., D) -> (..., D/G, G)
-    high, low = grouped.max(axis=-1, keepdims=True), grouped.min(axis=-1, keepdims=True)
+    high = grouped.max(axis=-1, keepdims=True)
+    low = grouped.min(axis=-1, keepdims=True)
     first = mx.where(high > -low, high, low) * -0.125 + TINY
     quotient = grouped / first
     quantized = mx.minimum(mx.round(quotient), 7.0)
@@ -83,8 +84,7 @@ def dequantize(
     quant_group: int = 8,
     dtype: mx.Dtype = mx.float32,
 ) -> mx.array:
-    """Turn quantized values back into numbers: times their scale, in the scale's dtype, then cast to
-    ``dtype``.
+    """Multiply quantized values by their scale, in the scale's dtype, then cast to ``dtype``.
 
     Args:
         quantized: (..., D) int8, or (..., D/2) uint8 packed nibbles at 4 bits.
@@ -94,11 +94,11 @@ def dequantize(
         dtype: dtype of the result.
 
     Returns:
-        (..., D) in ``dtype``. A product past the scale dtype's range is infinite: 65,520 and more with
+        (..., D) in ``dtype``. A product past the scale dtype's range is infinite, that is from 65,520 on with
         float16 scales.
 
     Raises:
-        ValueError: a scale whose shape does not fit, or an unsupported bit, group or dtype.
+        ValueError: the scale's shape does not fit, or a bit, group or dtype is unsupported.
 
     Source: PMX appendix, KV-cache quantization.
     """
@@ -116,16 +116,16 @@ def dequantize(
 
 
 def multiply_scale(quantized: mx.array, scale: mx.array, quant_bit: int, product_dtype: mx.Dtype) -> mx.array:
-    """Quantized values times their scale, rounded to ``product_dtype``; unchecked.
+    """Multiply quantized values by their scale, rounded to ``product_dtype``. Unchecked.
 
     PMX's operators pass the scale's dtype. The engine's caches pass float32 on a CPU: with float16 scales
-    that skips one rounding, and float16 arithmetic takes ten times as long there. On a GPU they pass the
-    scale's too, for half precision. (A product in bfloat16 rounds the scale: attention's error at 8 bits was
-    1.12 to 1.19 times that.)
+    that skips one rounding, and float16 arithmetic takes ten times as long there. On a GPU they also pass the
+    scale's dtype in half precision. (A product in bfloat16 would round the scale: attention's error at 8 bits
+    was 1.12 to 1.19 times as large.)
     """
     quantized = PACKINGS[quant_bit].unpack(quantized)
-    # float32 holds the product of a quantized value and a float16 scale exactly (8 + 11 bits). So rounding it
-    # to float16 gives the product in float16.
+    # The product of a quantized value and a float16 scale is exact in float32 (8 + 11 bits), so rounding it
+    # to float16 gives the same as a product in float16.
     dtype = mx.float32 if mx.default_device().type == mx.cpu else product_dtype
     grouped = mx.unflatten(quantized, -1, (scale.shape[-1], -1)).astype(dtype)  # (..., D) -> (..., D/G, G)
     product = grouped * scale.astype(dtype)[..., None]
@@ -139,9 +139,7 @@ def check_quantization(
     allowed: tuple[int, ...] = QUANT_BITS,
     names: tuple[str, str] = ("quant_bit", "quant_group"),
 ) -> None:
-    """Raise a ValueError unless the bit is allowed and the group divides the head dimension (not asked at
-    0 bits).
-    """
+    """Raise a ValueError unless the bit is allowed and, above 0 bits, the group divides ``head_dim``."""
     bit, group = names
     if type(quant_bit) is not int or quant_bit not in allowed:
         raise ValueError(f"{bit} is {quant_bit!r}; expected one of {', '.join(map(str, allowed))}")
@@ -164,6 +162,6 @@ def check_quantization(
 
 
 def quantized_dtype(quant_bit: int, value_bit: int = 0) -> mx.Dtype:
-    """The dtype of stored quantized values: int8, or uint8 for packed nibbles and for bytes of both kinds."""
+    """Return the dtype of stored values: int8, or uint8 for packed nibbles and for rows of both kinds."""
     dtypes = {PACKINGS[bits].dtype for bits in (quant_bit, value_bit) if bits}
     return dtypes.pop() if len(dtypes) == 1 else mx.uint8

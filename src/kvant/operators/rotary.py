@@ -1,6 +1,4 @@
-"""Rotary position embedding: turns each pair of elements p and p + D/2 of a head by position * frequency
-of p.
-"""
+"""Rotary position embedding: rotates elements p and p + D/2 of a head by position times frequency p."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,13 +11,13 @@ MOST_MATRICES = 64  # of D * D numbers: 4 MiB for heads of 128
 
 
 class Rotary:
-    """How the heads of a model turn. Its tables are made once, not for every token.
+    """The rotary embedding of a model, with precomputed tables.
 
-    Source: Su et al., RoFormer, arXiv 2104.09864, with the pairs as Llama and Qwen checkpoints have them.
+    Source: Su et al., RoFormer, arXiv 2104.09864, with the pairs of Llama and Qwen checkpoints.
 
     Attributes:
-        frequencies: (D/2), the radians each pair turns from one position to the next.
-        factor: multiplies every turned head, of queries and keys.
+        frequencies: (D/2), the angle in radians of each pair per position.
+        factor: multiplies every rotated head of queries and keys.
     """
 
     __slots__ = ("_base", "_frequency", "_other", "_same", "_wavelengths", "factor", "frequencies")
@@ -27,7 +25,7 @@ class Rotary:
     def __init__(
         self, frequencies: Sequence[float], factor: float = 1.0, *, base: float | None = None
     ) -> None:
-        """From frequencies in float64. ``base`` is given if they are its powers base^(-2p/D)."""
+        """Make it from float64 frequencies. Pass ``base`` if they are the powers base^(-2p/D)."""
         self.frequencies = tuple(frequencies)
         self.factor = factor
         self._base = base
@@ -37,8 +35,9 @@ class Rotary:
         self._wavelengths = (
             None if base is not None else mx.array([1 / f for f in self.frequencies], mx.float32)
         )
-        # The places of cosines and sines in the rotation matrix (D, D).
-        identity, nothing = mx.eye(half) * factor, mx.zeros((half, half))
+        # Where the rotation matrix (D, D) has cosines and sines.
+        identity = mx.eye(half) * factor
+        nothing = mx.zeros((half, half))
         self._same = mx.eye(2 * half) * factor
         self._other = mx.concatenate(
             [mx.concatenate([nothing, identity], axis=1), mx.concatenate([-identity, nothing], axis=1)],
@@ -50,18 +49,18 @@ class Rotary:
 
     @classmethod
     def plain(cls, head_dim: int, base: float) -> "Rotary":
-        """The frequencies base^(-2p/D)."""
+        """Make the embedding with frequencies base^(-2p/D)."""
         return cls(plain_frequencies(head_dim, base), base=base)
 
     def at(self, offset: int | mx.array, new_tokens: int, dtype: mx.Dtype) -> Rotate:
-        """A function that turns the heads of S new tokens. One serves all layers.
+        """Return a function that rotates the heads of S new tokens, for all layers.
 
-        On a CPU MLX composes RoPE of some twenty operations. A few tokens are turned there by products with
-        the rotation matrices of their positions: one in 5 us instead of 60 for 6 heads of 64 (measured). This
-        is done in float32 only, because half precision would round the table too.
+        On a CPU MLX composes RoPE from some twenty operations. A few tokens are instead multiplied by the
+        rotation matrices of their positions: 5 us instead of 60 for a token with 6 heads of 64 (measured).
+        This is done in float32 only, because half precision would round the matrices too.
 
         Args:
-            offset: position of the first token: an int, or a (B,) array, one for each sequence.
+            offset: position of the first token: an int, or a (B,) array with one per sequence.
             new_tokens: S.
             dtype: dtype of the heads.
         """
@@ -80,7 +79,7 @@ class Rotary:
         return lambda heads: (heads.swapaxes(1, 2) @ matrix).swapaxes(1, 2)
 
     def _rope(self, heads: mx.array, offset: int | mx.array) -> mx.array:
-        turned = mx.fast.rope(
+        rotated = mx.fast.rope(
             heads,
             heads.shape[-1],
             traditional=False,
@@ -89,10 +88,10 @@ class Rotary:
             offset=offset,
             freqs=self._wavelengths,  # MLX divides positions by them
         )
-        return turned if self.factor == 1.0 else turned * self.factor
+        return rotated if self.factor == 1.0 else rotated * self.factor
 
     def _matrix(self, offset: int | mx.array, new_tokens: int) -> mx.array:
-        """R (D, D), with x R = x turned; of several tokens or offsets (B or 1, S, D, D).
+        """Return R (D, D) that rotates x as x R, or (B or 1, S, D, D) for several tokens or offsets.
 
         R[p, p] = R[p + D/2, p + D/2] = cos; R[p, p + D/2] = sin = -R[p + D/2, p].
         """
@@ -105,5 +104,5 @@ class Rotary:
 
 
 def plain_frequencies(head_dim: int, base: float) -> list[float]:
-    """base^(-2p/D) of each pair p."""
+    """Return base^(-2p/D) for each pair p."""
     return [base ** (-2 * p / head_dim) for p in range(head_dim // 2)]

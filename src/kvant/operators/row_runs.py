@@ -1,14 +1,14 @@
-"""Rows of a layer's arrays as runs: rows that lie side by side."""
+"""Runs: contiguous rows of a layer's arrays."""
 
 from collections.abc import Sequence
 
 import mlx.core as mx
 
-Run = tuple[int, int]  # the first row of some that lie side by side, and the one behind the last
+Run = tuple[int, int]  # first row and end (exclusive) of contiguous rows
 
 
 def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
-    """Write tokens (2, K, rows, last) in place; MLX copies the whole array if anything else holds it."""
+    """Write tokens (2, K, rows, last) in place; MLX copies the array if there are other references to it."""
     done = 0
     if len(rows) == 1 and tokens.shape[2] == rows[0][1] - rows[0][0]:
         array[:, :, rows[0][0] : rows[0][1]] = tokens
@@ -19,9 +19,9 @@ def put_rows(array: mx.array, tokens: mx.array, rows: Sequence[Run]) -> None:
 
 
 def stored_rows(array: mx.array, runs: Sequence[Run]) -> mx.array:
-    """The rows of runs side by side: (2, K, rows, last), a copy. None at all: (2, K, 0, last).
+    """Return a contiguous copy of the rows of runs: (2, K, rows, last), with 0 rows if there are no runs.
 
-    They are copied in the widest words that a row divides into: of bytes a sixth of the time (measured).
+    Rows are copied in the widest words that divide them, which takes a sixth of the time of bytes (measured).
     """
     row_bytes = array.shape[-1] * array.dtype.size
     words = next((word for word in (mx.uint64, mx.uint32, mx.uint16) if row_bytes % word.size == 0), mx.uint8)
@@ -32,10 +32,11 @@ def stored_rows(array: mx.array, runs: Sequence[Run]) -> mx.array:
 
 
 def cut_runs(runs: Sequence[Run], start: int, end: int) -> list[Run]:
-    """The runs of some of the rows, counted from the first."""
-    found, before = [], 0
+    """Return the runs of rows ``start`` to ``end``, counted over all runs."""
+    cut = []
+    before = 0
     for first, last in runs:
-        own = first + max(0, start - before), min(last, first + end - before)
-        found += [own] if own[0] < own[1] else []
+        run = first + max(0, start - before), min(last, first + end - before)
+        cut += [run] if run[0] < run[1] else []
         before += last - first
-    return found
+    return cut

@@ -1,10 +1,10 @@
-"""Launches of the fused kernel: attention of a few new tokens to a cache, and the quantization of new tokens.
+"""Launches of the fused kernels: attention of a few new tokens to a cache, and quantization of new tokens.
 
-Attention takes two launches, and with an exact tail three. They read the cache's bytes and write no
-dequantized key or value.
+Attention takes two launches, or three with an exact tail. They read the cache's bytes and never write
+dequantized keys or values.
 """
 
-from functools import cache as kept
+import functools
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,29 +16,28 @@ GROUPS = (8, 16, 32, 64, 128)
 BITS = (0, 8, 4)
 MAX_NEW_TOKENS = 8
 PAGE_SIZE = 128  # rows of a pool's page
-# Of a simdgroup, at most. Each takes 16 registers or more of a thread: Apple's GPUs have 128, NVIDIA's 255.
-# With more queries a row is loaded and made floats for more of them at once; with fewer a GPU runs more
-# threads at a time.
+# Maximum per simdgroup. Each takes at least 16 registers of a thread: Apple's GPUs have 128, NVIDIA's 255.
+# With more queries a row is loaded and converted for more of them at once; with fewer a GPU runs more threads
+# at a time.
 QUERIES: dict[Backend, int] = {"metal": 4, "cuda": 8}
-MAX_QUERY_GROUPS = 8  # 256 threads a threadgroup. At this register count Apple's GPUs run at most 384
+MAX_QUERY_GROUPS = 8  # 256 threads per threadgroup; with so many registers Apple's GPUs run at most 384
 BIAS_WEIGHTS = 2048  # floats of threadgroup memory for the split-off bias: 8 KiB of Metal's 32
-SPLIT_ROWS = 64  # of a split, at least: fewer are not worth a threadgroup
-# wanted: enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4)
+SPLIT_ROWS = 64  # minimum per split: fewer are not worth a threadgroup
+# The target, enough for a large GPU. With 32 a GPU took 1/4 of the time of 4 (VeloxQuant#307, M4).
 THREADGROUPS = 1024
 COMBINE_SIMDGROUPS = 8
-TAIL_SPLITS = 2  # of the one page of an exact tail
-THREAD_VALUES = 8  # that a thread quantizes
+TAIL_SPLITS = 2  # of an exact tail's one page
+THREAD_VALUES = 8  # values that a thread quantizes
 
 
 class ExactInput(NamedTuple):
     """The exact rows of B sequences (:mod:`kvant.operators.exact_rows`).
 
     Attributes:
-        rows: floats (2, K, rows, D). Keys and values of different widths lie side by side: 1 in place of 2,
-            and D + Dv.
-        pages: (B, N) integers, the page of each sequence first.
-        spans: (B, 4) integers: how many first tokens are read, the position of the first row behind them, and
-            the position behind the last new token. The fourth number is not read, nor are rows past B.
+        rows: floats (2, K, rows, D), or (1, K, rows, D + Dv) if keys and values differ in width.
+        pages: (B, N) integers; column 0 is each sequence's page.
+        spans: (B, 4) integers: how many first tokens are read, the position of the first row after them, and
+            the position after the last new token. The fourth number is not read, nor are rows past B.
     """
 
     rows: mx.array
@@ -72,47 +71,50 @@ def attend(
     tail: ExactInput | None = None,
     backend: Backend,
 ) -> mx.array:
-    """Attention of S new tokens that the cache already holds. Unchecked: see :func:`unsupported_reason`.
+    """Compute attention of S new tokens that are in the cache already. Unchecked.
+
+    :func:`unsupported_reason` tells which calls the kernel supports.
 
     Args:
         query: (B, H, S, D).
         cache: (1, B, 2, K, MaxS, D') quantized values, or floats at 0 bits; with ``pages`` a pool's (2, K,
-            rows, D'). Rows that hold no token of a sequence are not read. Keys and values of different widths
-            or bits lie side by side: 1 in place of 2, and D' for both.
-        scale: with D/G in place of D', or None at 0 bits.
-        value_bit: of values; 0: as of keys.
-        offset: integers, the tokens before the new ones: () or (1,) for all sequences, or (B,), one each.
-        score_scale: of the scores; None: 1 / sqrt(D).
-        softcap: scores become softcap * tanh(score / softcap); 0: they stay.
-        slopes: (H,) of ALiBi, which is causal. Empty: no ALiBi.
-        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S if they share it and T of the longest
-            sequence. A boolean mask keeps True; another is added. Column j is row j of a sequence.
-        sinks: (H,) a score of each head that takes its share of the softmax and adds nothing.
-        window: positions that a query sees, its own included; None: all.
+            rows, D'). Rows without a token of a sequence are not read. If keys and values differ in width or
+            bits, the axis of 2 is 1 and D' covers both.
+        scale: the same shape with D/G in place of D', or None at 0 bits.
+        value_bit: bits of values; 0 means those of keys.
+        offset: integers, the tokens before the new ones: () or (1,) for all sequences, or (B,).
+        score_scale: factor of the scores; None: 1 / sqrt(D).
+        softcap: scores become softcap * tanh(score / softcap); 0: no cap.
+        slopes: (H,) ALiBi slopes, which make the call causal. Empty: no ALiBi.
+        mask: (S, T), (H, S, T) or (B, H, S, T), with 1 for B, H or S if they share it, and T of the longest
+            sequence. A boolean mask keeps True; others are added. Column j is row j of a sequence.
+        sinks: (H,) scores, which take a share of each head's softmax and contribute no value.
+        window: positions that a query sees, including its own; None: all.
         pages: (B, N) integers, the numbers of a sequence's pages of 128 rows. Entries past its rows are not
             read.
         first: (B,) integers, with ``pages``: the position of a sequence's first row.
-        rows: that the longest sequence has, the new ones included; None: not known, as many as there can be.
+        rows: number of rows of the longest sequence, including the new ones; None: unknown.
         key_bias, pairs, rotation, value_bias: the fields of a :class:`kvant.operators.bias_split.BiasSplit`.
-        tail: with ``pages``, and without a mask and ALiBi: the sequences' exact rows, which hold the new
-            tokens already. They are read in place of the quantized ones.
+        tail: the sequences' exact rows, which include the new tokens and are read in place of quantized ones.
+            Requires ``pages``, without a mask or ALiBi.
 
     Returns:
-        (B, H, S, Dv) in the query's dtype; zeros for a query whose every token is masked. A sequence's
-        numbers do not depend on the others.
+        (B, H, S, Dv) in the query's dtype; zeros for a query whose tokens are all masked. A sequence's
+        numbers do not depend on other sequences.
     """
     B, H, S, D = query.shape
-    K, Dv = cache.shape[-3], value_dim_of(cache, D, quant_bit, value_bit)
+    K = cache.shape[-3]
+    Dv = value_dim_of(cache, D, quant_bit, value_bit)
     most = cache.shape[-2] if pages is None else pages.shape[1] * PAGE_SIZE
     query_tiles, query_groups, simdgroups, queries = threadgroup_shape(
         H // K * S, len(pairs), backend, max(D, Dv)
     )
-    wanted = num_splits(K * query_tiles)
-    splits = min(wanted, -(-min(most, rows or most) // SPLIT_ROWS))
-    # the second pass reads no small array, which is another kernel
+    most_splits = num_splits(K * query_tiles)
+    splits = min(most_splits, -(-min(most, rows or most) // SPLIT_ROWS))
+    # keep the second pass's inputs from being small, which would be another kernel
     splits = max(splits, -(-SMALL // (B * H * S)))
     causal = is_causal or bool(slopes)
-    settings = (int(causal), window or 0, wanted, simdgroups)
+    settings = (int(causal), window or 0, most_splits, simdgroups)
     offset = offset.reshape(-1).astype(mx.int32)
     nothing = _constant((0.0,), mx.float32)
     no_index = _constant((0,), mx.int32)
@@ -210,16 +212,22 @@ def quantize_tokens(
 ) -> list[mx.array]:
     """Quantize keys (B, K, S, D) and values (B, K, S, Dv) in one launch, to 8 or 4 bits.
 
-    With ``fit`` 4 bits are those of :func:`kvant.operators.quantization.quantize_fitted`.
+    With ``fit``, 4 bits are quantized as by :func:`kvant.operators.quantization.quantize_fitted`.
 
     Returns:
-        32-bit words of what the cache stores, (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S,
-        D/G). Keys and values of different widths or bits lie side by side: (1, B, 1, K, S, ...).
+        the stored values as 32-bit words (1, B, 2, K, S, D * bits / 32), and scales (1, B, 2, K, S, D/G). If
+        keys and values differ in width or bits, they share rows: (1, B, 1, K, S, ...).
     """
-    (B, K, S, D), Dv, value_bit = key.shape, value.shape[3], value_bit or quant_bit
-    shape, width, bits = (1, B, 2, K, S), D, D * quant_bit
+    B, K, S, D = key.shape
+    Dv = value.shape[3]
+    value_bit = value_bit or quant_bit
+    shape = (1, B, 2, K, S)
+    width = D
+    bits = D * quant_bit
     if (Dv, value_bit) != (D, quant_bit):
-        shape, width, bits = (1, B, 1, K, S), D + Dv, bits + Dv * value_bit
+        shape = (1, B, 1, K, S)
+        width = D + Dv
+        bits = bits + Dv * value_bit
     form = {"BITS": quant_bit, "VALUE_BITS": value_bit, "GROUP": quant_group, "FIT": fit}
     return launch(
         "append",
@@ -240,13 +248,12 @@ def unsupported_reason(
     value_dim: int | None = None,
     value_bit: int = 0,
 ) -> str | None:
-    """Why the kernel does not take a call; None: it takes it. Any number of heads, kv heads and tokens is
-    taken.
+    """Return why the kernel does not support a call, or None. Any number of heads and tokens is supported.
 
     Args:
         query_shape: (B, H, S, D).
         value_dim: the width of values; None: D.
-        value_bit: of values; 0: as of keys.
+        value_bit: bits of values; 0 means those of keys.
     """
     _, _, S, D = query_shape
     for name, width in (("head_dim", D), ("values of", D if value_dim is None else value_dim)):
@@ -263,58 +270,55 @@ def unsupported_reason(
 
 
 def value_dim_of(cache: mx.array, key_dim: int, quant_bit: int, value_bit: int) -> int:
-    """The width of values in a cache (..., 2, K, T, D'), or beside keys of ``key_dim`` in (..., 1, K, T,
-    last).
-    """
+    """Return the width of values in a cache (..., 2, K, T, D') or, in shared rows, (..., 1, K, T, last)."""
     if cache.shape[-4] == 2:
         return key_dim
-    element = 8 * cache.dtype.size  # bits of what is not quantized
+    element = 8 * cache.dtype.size  # bits of an element without quantization
     values = cache.shape[-1] * element - key_dim * (quant_bit or element)
     return values // (value_bit or quant_bit or element)
 
 
 def num_splits(heads: int) -> int:
-    """Splits of a sequence's rows, at most: so many that ``heads`` threadgroups for each make
-    ``THREADGROUPS``.
+    """Return the maximum number of splits, such that ``heads`` threadgroups per split make ``THREADGROUPS``.
 
-    It depends neither on the number of sequences nor on their tokens. So one's numbers are the same in any
-    company, and nothing is compiled again as a cache fills.
+    It does not depend on the number of sequences or tokens. So a sequence's numbers are the same in any
+    batch, and nothing is compiled again as a cache fills.
     """
     return max(1, THREADGROUPS // heads)
 
 
 def threadgroup_shape(queries: int, pairs: int, backend: Backend, width: int) -> tuple[int, int, int, int]:
-    """How the queries of a kv head (query heads times new tokens) are distributed. ``width``: of a key or
-    value.
+    """Distribute the queries of a kv head (query heads times new tokens).
+
+    Args:
+        width: the larger one of a key and a value.
 
     Returns:
-        query_tiles: threadgroups that read the same tokens, each for its own queries; 1 for up to 32 queries
-            on Metal.
-        query_groups: of a threadgroup; each has its own queries.
-        simdgroups: of a query group; each reads its own tokens.
-        queries: of a query group, a power of two.
+        query_tiles: threadgroups that read the same tokens for different queries; 1 for up to 32 queries on
+            Metal.
+        query_groups: per threadgroup, with different queries.
+        simdgroups: per query group, with different tokens.
+        queries: per query group, a power of two.
     """
     each = QUERIES[backend] if width <= 256 else QUERIES[backend] // 2  # a lane has 16 elements of 512
     most = each * MAX_QUERY_GROUPS
     if pairs:
         most = min(most, BIAS_WEIGHTS // (2 * pairs) // each * each)
-    tile = -(-queries // -(-queries // most))  # tiles as equal as can be; their query groups too
+    tile = -(-queries // -(-queries // most))  # tiles, and their query groups, as equal as possible
     query_groups = -(-tile // each)
     of_group = 1 << (-(-tile // query_groups) - 1).bit_length()
-    sharers = 2 if of_group * width > 1024 else 4  # by the threadgroup memory in which they add up
+    sharers = 2 if of_group * width > 1024 else 4  # limited by the threadgroup memory for their sums
     return -(-queries // (query_groups * of_group)), query_groups, max(1, sharers // query_groups), of_group
 
 
 def _added(mask: mx.array, new_tokens: int) -> mx.array:
-    """The mask as (B or 1, H or 1, S, T) float32 that is added to the scores. Each new token gets a row of
-    its own.
-    """
+    """Convert a mask to float32 terms (B or 1, H or 1, S, T), with a row for each new token."""
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     mask = mx.broadcast_to(mask, (*mask.shape[:2], new_tokens, mask.shape[3]))
     return mx.where(mask, 0.0, -mx.inf) if mask.dtype == mx.bool_ else mask.astype(mx.float32)
 
 
-@kept
+@functools.cache
 def _constant(values: tuple[Any, ...], dtype: mx.Dtype) -> mx.array:
-    """Numbers as an array. Made once, not for every token in every layer."""
+    """Return numbers as an array, cached because every layer needs them for every token."""
     return mx.array(values, dtype)

@@ -1,4 +1,4 @@
-"""The kernels' text, and MLX's two ways of running it."""
+"""The kernels' source, and MLX's two ways of running it."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -20,7 +20,7 @@ INPUTS = {
     ),
     "append": ("key", "value"),
 }
-SMALL = 8  # elements. MLX hands smaller inputs to Metal's kernels as constants, in another text
+SMALL = 8  # elements; MLX passes smaller inputs to Metal's kernels as constants, which changes their source
 OUTPUTS = {
     "attend": ("partial", "sums", "max_scores"),
     "combine": ("out",),
@@ -41,11 +41,11 @@ def launch(
     """Run a kernel on the GPU.
 
     Args:
-        name: attend, combine or append. The head of each file describes its inputs, in ``INPUTS``' order, and
-            outputs.
-        template: the compile-time constants. Another value is another compilation.
-        grid: threadgroups in each direction.
-        threads: of a threadgroup.
+        name: attend, combine or append. The top of each file describes its inputs, in the order of
+            ``INPUTS``, and its outputs.
+        template: the compile-time constants. Every new value compiles the kernel again.
+        grid: number of threadgroups in each direction.
+        threads: number of threads in a threadgroup.
     """
     return _kernel(name, backend)(
         inputs=list(inputs),
@@ -72,7 +72,7 @@ def _kernel(name: str, backend: Backend) -> Kernel:
 
 
 def _code(file: str) -> str:
-    """A text without comments, indentation and empty lines: MLX hashes all of it at every launch."""
+    """Return a file without comments, indentation and empty lines: MLX hashes the source at every launch."""
     lines = (line.partition("//")[0].strip() for line in _text(file).splitlines())
     return "".join(f"{line}\n" for line in lines if line)
 

@@ -1,6 +1,6 @@
-"""OpenPPL PMX's operators with their exact signatures, and test vectors of them.
+"""OpenPPL PMX's operators with their exact signatures, and test vectors for them.
 
-The engine does not use these modules: its caches call the same arithmetic through
+The engine does not use these modules: its caches reach the same arithmetic through
 :mod:`kvant.operators.paged_attention`.
 """
 

@@ -1,7 +1,6 @@
-"""A checked call of a PMX operator: the caller's cache and scale, and how tokens are written to them and
-read.
+"""A checked call of a PMX operator, which reads and writes tokens of the caller's cache and scale.
 
-MaxB and MaxS are the allocated batch and length of a static cache, MaxT the rows of a packed one, L its
+MaxB and MaxS are the allocated batch and length of a static cache, MaxT the rows of a packed one, L the
 layers.
 """
 
@@ -25,16 +24,16 @@ PACKED_LAYOUTS = (
     ("L", "2", "MaxT", "H"),
     ("L", "2", "H", "MaxT"),
 )
-ORDER = ("MaxB", "2", "H", "MaxS", "MaxT", "last")  # of the axes of what is written and read
-At = dict[str, slice | mx.array]  # an axis, and the part of it that a call is about
+ORDER = ("MaxB", "2", "H", "MaxS", "MaxT", "last")  # of the axes of tokens read or written
+At = dict[str, slice | mx.array]  # the indices along each axis that a call reads or writes
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCall:
     """One checked call."""
 
-    arrays: list[mx.array]  # the caller's cache, and scale if there is one
-    axes: tuple[str, ...]  # of both, by name, but the last
+    arrays: list[mx.array]  # the caller's cache and, if there is one, scale
+    axes: tuple[str, ...]  # names of the axes of both, except the last
     layer_idx: int
     quant_bit: int
     quant_group: int
@@ -44,26 +43,26 @@ class CacheCall:
         new = stored_tokens(
             key, value, self.arrays, quant_bit=self.quant_bit, quant_group=self.quant_group, backend=backend
         )
-        given = self._ordered
-        for array, part in zip(self.arrays, new, strict=True):  # part is (B, 2, K, S, last)
-            part = part if "MaxB" in given else part.squeeze(0)
-            array[self._index(at)] = part.transpose([given.index(axis) for axis in self._kept])
+        ordered = self._ordered
+        for array, tokens in zip(self.arrays, new, strict=True):
+            tokens = tokens if "MaxB" in ordered else tokens.squeeze(0)  # from (B, 2, K, S, last)
+            array[self._index(at)] = tokens.transpose([ordered.index(axis) for axis in self._stored_axes])
 
     def read(self, at: At) -> list[mx.array]:
-        """What cache and scale hold there: (B, 2, K, T, last), of a packed cache (2, K, T, last)."""
-        kept = self._kept
+        """Return the values and scales at these indices: (B, 2, K, T, last), or (2, K, T, last) if packed."""
+        stored_axes = self._stored_axes
         return [
-            array[self._index(at)].transpose([kept.index(axis) for axis in self._ordered])
+            array[self._index(at)].transpose([stored_axes.index(axis) for axis in self._ordered])
             for array in self.arrays
         ]
 
     @property
-    def _kept(self) -> list[str]:
+    def _stored_axes(self) -> list[str]:
         return [axis for axis in (*self.axes, "last") if axis != "L"]
 
     @property
     def _ordered(self) -> list[str]:
-        return [axis for axis in ORDER if axis in self._kept]
+        return [axis for axis in ORDER if axis in self._stored_axes]
 
     def _index(self, at: At) -> tuple[int | slice | mx.array, ...]:
         return tuple(self.layer_idx if axis == "L" else at.get(axis, slice(None)) for axis in self.axes)
@@ -84,7 +83,7 @@ def check_call(
 
     Args:
         lead: the axes of the new tokens before heads and head_dim.
-        sizes: what is known of the sizes of axes. Without Hq there is no query.
+        sizes: known sizes of axes, to which the others are added. Without Hq there is no query.
         form: num_layer, layer_idx, quant_bit, quant_group and cache_layout.
     """
     num_layer, layer_idx, quant_bit, quant_group, cache_layout = form
@@ -96,7 +95,8 @@ def check_call(
         dtypes = (query.dtype,)
     check_arrays([("current_key", current_key, tokens, dtypes)], sizes)
     check_arrays([("current_value", current_value, tokens, (current_key.dtype,))], sizes)
-    D, is_int8 = sizes["Dh"], current_key.dtype == mx.int8
+    D = sizes["Dh"]
+    is_int8 = current_key.dtype == mx.int8
     check_quantization(quant_bit, quant_group, D)
     check_numbers([("cache_layout", cache_layout, 0, len(layouts) - 1)])
     axes = layouts[cache_layout]

@@ -1,8 +1,8 @@
-"""PMX's dynamic operators: KeyValueCache and MultiHeadCacheAttention over packed sequences of different
-lengths.
+"""PMX's dynamic operators: KeyValueCache and MultiHeadCacheAttention over packed sequences.
 
-The sequences' new tokens lie end to end along one axis. N new tokens of all sequences, T tokens that all
-sequences then have, MaxT rows of the cache. The arithmetic is that of the static operators.
+The sequences may differ in length; their new tokens are concatenated along one axis. N counts the new tokens
+of all sequences, T all tokens including the new ones, MaxT the rows of the cache. The arithmetic is that of
+the static operators.
 """
 
 from collections.abc import Sequence
@@ -55,28 +55,27 @@ def key_value_cache(
 
     Args:
         current_key, current_value: (N, K, D) float32, float16 or bfloat16; int8 too with ``quant_bit`` 0.
-        seqstarts: (B + 1,): sequence b has the new tokens seqstarts[b] to seqstarts[b + 1] - 1 of the N. It
-            may have none; it then writes nothing.
+        seqstarts: (B + 1,): sequence b has the new tokens seqstarts[b] to seqstarts[b + 1] - 1 of the N. A
+            sequence may have none.
         kvstarts: (B + 1,): its tokens are kvstarts[b] to kvstarts[b + 1] - 1 of the T returned.
         cachestarts: cache_mode 0: (B,), the row of each sequence's first token. cache_mode 1: (B, pages), the
-            row at which each page begins; no page number. Only the first ceil(tokens / page_size) entries
-            count.
+            first row of each page, not its number. Entries past ceil(tokens / page_size) are ignored.
         start_pos: (B,): tokens that each sequence has in the cache.
-        max_seqlen, max_kvlen: the new tokens, and all tokens, of the sequence that has most.
+        max_seqlen, max_kvlen: the largest number of new tokens, and of all tokens, of a sequence.
         cache: layout 0 (MaxT, L, 2, K, D), 1 (L, MaxT, 2, K, D), 2 (L, 2, MaxT, K, D), 3 (L, 2, K, MaxT, D);
             otherwise as in :func:`kvant.operators.pmx.static_batching.key_value_cache`.
         scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat: as there.
-        cache_mode: 0: a sequence's rows lie side by side. 1: its pages do not.
+        cache_mode: 0: a sequence's rows are contiguous. 1: its rows are in pages.
         cache_layout: 0 to 3.
         page_size: rows of a page, in cache_mode 1.
 
     Returns:
-        key, value: (T, K * num_repeat, D) in the inputs' dtype. The new tokens too are read from the cache.
+        key, value: (T, K * num_repeat, D) in the inputs' dtype, new tokens included as the cache stores them.
 
     Raises:
-        ValueError: an input that does not fit; rows outside the cache; a row that is written and holds
-            another token of the call's sequences too. Rows that are only read may be shared. Cache and scale
-            are then unchanged.
+        ValueError: an input does not fit, rows are outside the cache, or a row to write also holds another
+            token of the call's sequences. Rows that are only read may be shared. Cache and scale are then
+            unchanged.
 
     Source: OpenPPL PMX, dynamic batching, KeyValueCache.
     """
@@ -125,18 +124,18 @@ def multi_head_cache_attention(
     """Append new tokens of B sequences to a cache; each attends to all tokens of its own sequence.
 
     ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the
-    cache, so the new ones too are quantized and dequantized. The fused kernel does not take packed sequences.
+    cache, so new ones are quantized and dequantized too. The fused kernel does not support packed sequences.
 
     Args:
         query: (N, H, D) float32, float16 or bfloat16.
         current_key, current_value: (N, K, D) in the query's dtype. Query head h reads kv head h // (H / K).
         seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen: as in ``key_value_cache``.
-        decoding_batches: so many of the first sequences get no causal mask. It makes a difference only to
-            those that have several new tokens.
+        decoding_batches: the number of leading sequences without a causal mask. It only matters for those
+            with several new tokens.
         cache, scale, num_layer, layer_idx, quant_bit, quant_group: as in ``key_value_cache``.
-        attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b uses rows seqstarts[b] :
-            seqstarts[b + 1] and columns kvstarts[b] : kvstarts[b + 1]; nothing else of it is read. A boolean
-            mask keeps True. An empty array means no mask. A query with every key masked gives zeros.
+        attn_mask: added to the scores: (N, >=T) or (H, N, >=T). Sequence b reads only rows seqstarts[b] :
+            seqstarts[b + 1] and columns kvstarts[b] : kvstarts[b + 1]. A boolean mask keeps True. An empty
+            array means no mask. A query with every key masked gives zeros.
         num_heads, head_dim, num_kv_heads: as in
             :func:`kvant.operators.pmx.static_batching.multi_head_cache_attention`.
         is_causal: query i of a sequence sees its token j only if j <= start_pos + i.
@@ -188,7 +187,7 @@ def _checked(
 
 
 def _write(call: CacheCall, sequences: Sequence[PackedSequence], key: mx.array, value: mx.array) -> None:
-    """Write new keys and values (N, K, D) in place, one operation an array."""
+    """Write new keys and values (N, K, D) in place, with one operation per array."""
     rows = [row for sequence in sequences for run in sequence.new_runs for row in range(*run)]
     # (N, K, D) -> (1, K, N, D)
     key, value = (x.transpose(1, 0, 2)[None] for x in (key, value))
@@ -198,13 +197,12 @@ def _write(call: CacheCall, sequences: Sequence[PackedSequence], key: mx.array, 
 def _read(
     call: CacheCall, runs: Sequence[Run], dtype: mx.Dtype, after: Sequence[mx.array] = ()
 ) -> tuple[mx.array, mx.array]:
-    """The tokens in these rows, as keys and values (1, K, rows, D).
+    """Return the tokens in these rows as keys and values (1, K, rows, D).
 
-    Without ``after``, arrays that are to be made before, MLX dequantizes many sequences before it uses the
-    first.
+    ``after``: arrays to compute first. Without them MLX dequantizes many sequences before it uses the first.
     """
     parts = zip(*(call.read({"MaxT": slice(*run)}) for run in runs), strict=True)  # (2, K, rows, last) each
-    stored = [mx.concatenate(list(own), axis=2)[None] for own in parts]
+    stored = [mx.concatenate(list(pieces), axis=2)[None] for pieces in parts]
     if after:
         stored = mx.depends(stored, list(after))
     return float_tokens(stored, quant_bit=call.quant_bit, dtype=dtype, product_dtype=stored[-1].dtype)

@@ -54,11 +54,11 @@ def key_value_cache(
         cache_layout: 0 or 1.
 
     Returns:
-        key, value: (B, start_pos + S, K * num_repeat, D) in the inputs' dtype. The new tokens too are read
-            from the cache.
+        key, value: (B, start_pos + S, K * num_repeat, D) in the inputs' dtype, new tokens included as the
+            cache stores them.
 
     Raises:
-        ValueError: an input that does not fit. Cache and scale are then unchanged.
+        ValueError: an input does not fit. Cache and scale are then unchanged.
 
     Source: OpenPPL PMX, KeyValueCache.
     """
@@ -100,7 +100,7 @@ def multi_head_cache_attention(
     """Append S new tokens to a cache and attend to all its tokens.
 
     ``cache`` and ``scale`` are in-out, as in :func:`key_value_cache`. All keys and values are read from the
-    cache, so the new ones too are quantized and dequantized.
+    cache, so new ones are quantized and dequantized too.
 
     Args:
         query: (B, S, H, D) float32, float16 or bfloat16.
@@ -118,18 +118,18 @@ def multi_head_cache_attention(
         num_kv_heads: K; 0 means H.
         bias_split: an extension of PMX: the projections' biases that ``current_key``, ``current_value`` and
             the cache lack. Keys are rotated by their positions. None: PMX's operator.
-        kernels: "unfused" or "fused" forces one. None: the environment variable KVANT_KERNELS decides,
-            otherwise it is the fused kernel on a GPU if it takes the call (few new tokens, cache_layout 1,
-            one layer). The fused kernel multiplies quantized values by scales in float32; the unfused
-            operator rounds to the scale's dtype.
+        kernels: "unfused" or "fused" forces one. None: the environment variable KVANT_KERNELS decides, or
+            else the fused kernel runs on a GPU if it supports the call (few new tokens, cache_layout 1, one
+            layer). The fused kernel multiplies quantized values by scales in float32; the unfused operator
+            rounds to the scale's dtype.
 
     Returns:
         (B, S, H, D) in the query's dtype.
 
     Raises:
-        ValueError: an input that does not fit, or a call that a forced kernel does not take. Cache and scale
-            are then unchanged.
-        RuntimeError: a forced kernel that fails on this device when it is tried.
+        ValueError: an input does not fit, or a forced kernel does not support the call. Cache and scale are
+            then unchanged.
+        RuntimeError: a forced kernel fails on this device when it is tried.
 
     Source: OpenPPL PMX, MultiHeadCacheAttention.
     """
@@ -174,14 +174,15 @@ def multi_head_cache_attention(
 def _checked(
     sizes: dict[str, int], start_pos: int | mx.array, form: tuple[int, ...], *arrays: Any
 ) -> tuple[CacheCall, int, int]:
-    """The call, and the tokens that the cache has before and after it."""
+    """Return the checked call, and the number of tokens in the cache before and after it."""
     call = check_call(STATIC_LAYOUTS, ("B", "S"), sizes, form, *arrays)
     if isinstance(start_pos, mx.array):
         if start_pos.size != 1 or not mx.issubdtype(start_pos.dtype, mx.integer):
-            given = f"{start_pos.dtype} {start_pos.shape}"
-            raise ValueError(f"start_pos is an array, {given}; expected one integer element")
+            kind = f"{start_pos.dtype} {start_pos.shape}"
+            raise ValueError(f"start_pos is an array, {kind}; expected one integer element")
         start_pos = int(start_pos.item())  # type: ignore[arg-type]
-    S, most = sizes["S"], sizes["MaxS"]
+    S = sizes["S"]
+    most = sizes["MaxS"]
     check_numbers(
         [
             ("the batch of current_key", sizes["B"], 1, sizes["MaxB"]),
@@ -196,6 +197,6 @@ def _at(batch: int, start: int, end: int) -> At:
 
 
 def _tokens(call: CacheCall, batch: int, end: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Every token the cache now holds, as keys and values (B, K, T, D)."""
+    """Return all tokens in the cache as keys and values (B, K, T, D)."""
     stored = call.read(_at(batch, 0, end))
     return float_tokens(stored, quant_bit=call.quant_bit, dtype=dtype, product_dtype=stored[-1].dtype)

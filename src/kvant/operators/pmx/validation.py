@@ -1,7 +1,6 @@
-"""Checks of what the operators are given. They run before anything is written, so a call that fails changes
-no cache.
+"""Checks of the operators' arguments. They run before any write, so a failing call changes no cache.
 
-One loop checks arrays and one checks numbers; a call's rows say what is expected.
+One loop checks arrays and one checks numbers; each row describes an argument and the expected values.
 """
 
 import operator
@@ -13,7 +12,7 @@ import mlx.core as mx
 from kvant.operators.bias_split import BiasSplit
 from kvant.operators.quantization import FLOAT_DTYPES
 
-MAX_ELEMENTS = 2**31 - 1  # of a result. MLX counts with 32 bits in places
+MAX_ELEMENTS = 2**31 - 1  # of a result, because MLX counts with 32 bits in places
 MASK_DTYPES = (mx.bool_, *FLOAT_DTYPES)
 
 Axis = int | str
@@ -24,39 +23,38 @@ NumberRow = tuple[str, object, int, int | None]
 def check_arrays(rows: Iterable[ArrayRow], sizes: dict[str, int]) -> None:
     """Check arrays by rows of name, array, axes and dtypes.
 
-    An axis is a size, or a name. ``sizes`` has the size of a name; what it lacks it gets from the first
-    array.
+    An axis is a size or a name. ``sizes`` maps names to sizes; missing ones are added from the first array.
     """
     for name, x, axes, dtypes in rows:
         check_is_array(name, x)
-        wanted = [sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes]
+        shape = [sizes.get(axis, axis) if isinstance(axis, str) else axis for axis in axes]
         fits = x.ndim == len(axes) and all(
-            n == w for n, w in zip(x.shape, wanted, strict=True) if isinstance(w, int)
+            n == w for n, w in zip(x.shape, shape, strict=True) if isinstance(w, int)
         )
         if not fits or 0 in x.shape:
             least = "" if 0 not in x.shape else ", at least 1 in every dimension"
             raise ValueError(
-                f"{name} has shape {x.shape}; expected {len(axes)} dimensions, {_text(wanted)}{least}"
+                f"{name} has shape {x.shape}; expected {len(axes)} dimensions, {_text(shape)}{least}"
             )
         sizes.update((axis, n) for axis, n in zip(axes, x.shape, strict=True) if isinstance(axis, str))
         check_dtype(name, x, dtypes)
 
 
 def check_is_array(name: str, x: Any) -> None:
-    """Refuse what is no mx.array."""
+    """Raise a ValueError unless ``x`` is an mx.array."""
     if not isinstance(x, mx.array):
         raise ValueError(f"{name} is a {type(x).__name__}; expected an mx.array")
 
 
 def check_dtype(name: str, x: mx.array, dtypes: Sequence[mx.Dtype]) -> None:
-    """Refuse an array of another dtype."""
+    """Raise a ValueError unless the array has one of these dtypes."""
     if x.dtype not in dtypes:
         names = [str(dtype).removeprefix("mlx.core.") for dtype in (x.dtype, *dtypes)]
         raise ValueError(f"{name} has dtype {names[0]}; expected {' or '.join(names[1:])}")
 
 
 def check_numbers(rows: Iterable[NumberRow]) -> None:
-    """Check ints by rows of name, value, least and most; a most of None is any."""
+    """Check ints by rows of name, value, least and most; None for the most means no limit."""
     for name, value, least, most in rows:
         if (number := as_int(value, name)) < least or (most is not None and number > most):
             expected = (
@@ -66,7 +64,7 @@ def check_numbers(rows: Iterable[NumberRow]) -> None:
 
 
 def as_int(value: object, name: str) -> int:
-    """The value as an int. A bool, an array or another type is a ValueError that names it."""
+    """Return the value as an int; raise a ValueError that names it for a bool, an array or another type."""
     if not isinstance(value, bool | mx.array):
         try:
             return operator.index(value)  # type: ignore[arg-type]
@@ -78,7 +76,7 @@ def as_int(value: object, name: str) -> int:
 def check_heads(
     num_heads: int, num_kv_heads: int, head_dim: int, *, is_causal: bool, is_alibi: bool
 ) -> dict[str, int]:
-    """Check what only attention is told; return the sizes of the axes Hq, H and Dh."""
+    """Check the arguments that only attention has; return the sizes of the axes Hq, H and Dh."""
     for name, flag in (("is_causal", is_causal), ("is_alibi", is_alibi)):
         if type(flag) is not bool:
             raise ValueError(f"{name} is {flag!r}; expected True or False")
@@ -96,7 +94,7 @@ def check_heads(
 
 
 def check_repeat(num_repeat: int, elements: int) -> None:
-    """Check KeyValueCache's ``num_repeat``. Keys have so many elements without repetition."""
+    """Check KeyValueCache's ``num_repeat`` for keys with this many elements before repetition."""
     check_numbers([("num_repeat", num_repeat, 1, None)])
     if elements * num_repeat > MAX_ELEMENTS:
         raise ValueError(
@@ -113,9 +111,7 @@ def check_mask(
     *,
     padded: bool = True,
 ) -> None:
-    """Check a mask (*lead, rows, columns), with one of these leads; with ``padded`` more columns are
-    allowed.
-    """
+    """Check a mask (*lead, rows, columns) with one of these leads; ``padded`` allows more columns."""
     check_is_array(name, mask)
     fits = mask.ndim >= 2 and mask.shape[:-2] in leads and mask.shape[-2] == rows
     if not fits or mask.shape[-1] < columns or (mask.shape[-1] > columns and not padded):
@@ -155,9 +151,7 @@ def check_bias_split(split: BiasSplit | None, K: int, D: int, tokens: int) -> No
 
 
 def check_tokens(query: mx.array, key: mx.array, value: mx.array, mask: mx.array | None, offset: int) -> None:
-    """Check a cache's inputs: query (B, H, S, D), key and value (B, K, S, D), a mask with offset + S
-    columns.
-    """
+    """Check query (B, H, S, D), key and value (B, K, S, D), and a mask with offset + S columns."""
     fits = query.ndim == key.ndim == 4 and key.shape == value.shape
     B, H, S, D = query.shape if fits else (0, 0, 0, 0)
     if not fits or (key.shape[0], *key.shape[2:]) != (B, S, D) or H % key.shape[1]:

@@ -1,9 +1,9 @@
-"""Test vectors of PMX's operators, and the command that runs an implementation against them.
+"""Test vectors for PMX's operators, and a command that runs an implementation against them.
 
     python -m kvant.operators.pmx.vectors [--check module:function] [--only PATTERN] [--list]
 
-Without --check it runs kvant's operators. As a file, ``python vectors.py --check module:function``, it needs
-NumPy and safetensors only. scripts/operator_vectors.py writes vectors.json and vectors.safetensors;
+Without --check it runs kvant's operators. Run as a file, ``python vectors.py --check module:function``, it
+needs only NumPy and safetensors. scripts/operator_vectors.py writes vectors.json and vectors.safetensors;
 docs/operators.md has more.
 """
 
@@ -36,7 +36,7 @@ class Vector:
         inputs: its arrays by name. An int is an array without dimensions. uint16 holds the bits of bfloat16.
         attributes: its other arguments by name.
         expected: the results by name. An element may differ by ``absolute + relative * |expected|``.
-        tolerances: relative and absolute, by the result's name.
+        tolerances: (relative, absolute) by the name of a result.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Vector:
 
 
 def read_vectors(folder: Path = Path(__file__).parent) -> list[Vector]:
-    """Read every case of the two files in a folder."""
+    """Read all cases from the two files in a folder."""
     index = json.loads((folder / "vectors.json").read_text(encoding="utf-8"))
     arrays = load((folder / "vectors.safetensors").read_bytes())
     bounds = {name: (rule["relative"], rule["absolute"]) for name, rule in index["tolerances"].items()}
@@ -56,50 +56,52 @@ def read_vectors(folder: Path = Path(__file__).parent) -> list[Vector]:
         Vector(
             name := case["name"],
             case["operator"],
-            {own: arrays[f"{name}/inputs/{own}"] for own in case["inputs"]},
+            {key: arrays[f"{name}/inputs/{key}"] for key in case["inputs"]},
             case["attributes"],
-            {own: arrays[f"{name}/expected/{own}"] for own in case["expected"]},
-            {own: bounds[rule] for own, rule in case["expected"].items()},
+            {key: arrays[f"{name}/expected/{key}"] for key in case["expected"]},
+            {key: bounds[rule] for key, rule in case["expected"].items()},
         )
         for case in index["cases"]
     ]
 
 
 def find_faults(vector: Vector, implementation: Implementation) -> list[str]:
-    """Run one case. The faults name the result, the first wrong element and the largest error; none is a
-    pass.
-    """
+    """Run one case; return a line per wrong result, with its first wrong element and largest error."""
     try:
-        given = {name: x.copy() for name, x in vector.inputs.items()}
-        results = implementation(vector.operator, given, dict(vector.attributes))
+        inputs = {name: x.copy() for name, x in vector.inputs.items()}
+        results = implementation(vector.operator, inputs, dict(vector.attributes))
         if not isinstance(results, dict):
             raise TypeError(f"a {type(results).__name__} was returned; expected a dict")
-        found = {name: np.asarray(results[name]) for name in vector.expected if name in results}
+        returned = {name: np.asarray(results[name]) for name in vector.expected if name in results}
     except (Exception, SystemExit) as error:
         return [" ".join(f"{type(error).__name__}: {error}".split())]
-    faults = {name: _fault(vector, name, found.get(name)) for name in vector.expected}
+    faults = {name: _fault(vector, name, returned.get(name)) for name in vector.expected}
     return [f"{name}: {fault}" for name, fault in faults.items() if fault]
 
 
-def _fault(vector: Vector, name: str, found: Array | None) -> str:
-    """What is wrong with a result, or nothing. What an in-out array keeps, it keeps to the bit."""
-    expected, (relative, absolute) = vector.expected[name], vector.tolerances[name]
-    if found is None:
+def _fault(vector: Vector, name: str, result: Array | None) -> str:
+    """Describe what is wrong with a result, or return "". Unwritten elements must not change by a bit."""
+    expected = vector.expected[name]
+    relative, absolute = vector.tolerances[name]
+    if result is None:
         return "missing"
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return f"{found.dtype} {found.shape}; expected {expected.dtype} {expected.shape}"
-    kept = _bits(expected) == _bits(vector.inputs[name]) if name in STORED else np.zeros(expected.shape, bool)
-    values, wanted = _numbers(found), _numbers(expected)
+    if (result.dtype, result.shape) != (expected.dtype, expected.shape):
+        return f"{result.dtype} {result.shape}; expected {expected.dtype} {expected.shape}"
+    unchanged = np.zeros(expected.shape, bool)
+    if name in STORED:
+        unchanged = _bits(expected) == _bits(vector.inputs[name])
+    values = _numbers(result)
+    target = _numbers(expected)
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(values - wanted)
-        close = error <= absolute + relative * np.abs(wanted)
-    wrong = (_bits(found) != _bits(expected)) & (kept | ~close)
+        error = np.abs(values - target)
+        close = error <= absolute + relative * np.abs(target)
+    wrong = (_bits(result) != _bits(expected)) & (unchanged | ~close)
     if not wrong.any():
         return ""
     error = np.where(wrong, np.where(np.isnan(error), np.inf, error), -1)
     first, worst = (tuple(map(int, np.unravel_index(x.argmax(), x.shape))) for x in (wrong, error))
-    stays = ", which must stay" if kept[first] else ""
-    first_wrong = f"first at {first}: {values[first]:.8g}, expected {wanted[first]:.8g}{stays}"
+    stays = ", which must stay" if unchanged[first] else ""
+    first_wrong = f"first at {first}: {values[first]:.8g}, expected {target[first]:.8g}{stays}"
     return f"{wrong.sum()} of {wrong.size} wrong, {first_wrong}; largest error {error[worst]:.3g} at {worst}"
 
 
@@ -108,46 +110,44 @@ def _bits(x: Array) -> Array:
 
 
 def _numbers(x: Array) -> Array:
-    """The values in float64; uint16 holds the bits of bfloat16, the upper half of a float32."""
+    """Return the values in float64; uint16 holds the bits of bfloat16, the upper half of a float32."""
     return (x if x.dtype != np.uint16 else (x.astype(np.uint32) << 16).view(np.float32)).astype(np.float64)
 
 
 def kvant_operators(operator: str, inputs: dict[str, Array], attributes: dict[str, Any]) -> dict[str, Array]:
     """Run kvant's operators by the vectors' convention, on MLX arrays and without the fused kernel."""
-    import mlx.core as mx  # here, as other implementations do without
+    import mlx.core as mx  # here, because other implementations do not need it
 
     from kvant import operators
 
     def to_mx(x: Array) -> Any:
-        given = mx.array(x)
-        return int(x) if x.ndim == 0 else given.view(mx.bfloat16) if x.dtype == np.uint16 else given
+        array = mx.array(x)
+        return int(x) if x.ndim == 0 else array.view(mx.bfloat16) if x.dtype == np.uint16 else array
 
-    given = {name: to_mx(x) for name, x in inputs.items()}
+    converted = {name: to_mx(x) for name, x in inputs.items()}
     path = {"kernels": "unfused"} if operator == "multi_head_cache_attention" else {}
-    results = attrgetter(operator)(operators)(**given, **attributes, **path)
+    results = attrgetter(operator)(operators)(**converted, **attributes, **path)
     named = (
         {"output": results} if "attention" in operator else dict(zip(("key", "value"), results, strict=True))
     )
-    named |= {name: given[name] for name in STORED if name in given}
+    named |= {name: converted[name] for name in STORED if name in converted}
     return {name: np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x) for name, x in named.items()}
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
+        """Exit with one line, without the usage."""
         self.exit(2, f"{message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command: 0 if all cases pass, 1 if some fail. It exits with 2 and one line if it is called
-    wrongly.
-    """
+    """Run the command; return 0 if all cases pass, else 1. Wrong arguments exit with 2 and one line."""
     parser = _Parser(
         prog="kvant.operators.pmx.vectors", description="Run an implementation against the test vectors."
     )
-    own = "kvant.operators.pmx.vectors:kvant_operators"
+    default = "kvant.operators.pmx.vectors:kvant_operators"
     parser.add_argument(
-        "--check", metavar="MODULE:FUNCTION", default=own, help="the implementation; default: kvant"
+        "--check", metavar="MODULE:FUNCTION", default=default, help="the implementation; default: kvant"
     )
     parser.add_argument(
         "--only", metavar="PATTERN", default="", help="part of the names of cases; * and ? are any"
