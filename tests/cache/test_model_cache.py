@@ -133,7 +133,7 @@ def test_a_list_of_layers_is_their_cache(pocket: Pocket) -> None:
         ([*reversed(cache)], "a list of 4 layers; expected all layers of one cache, in order"),
         ([], "a list of 0 layers"),
         (cache[:3], "a list of 3 layers; expected all layers of one cache, in order"),
-        ([FullKVCache()], "the cache holds a FullKVCache; expected what model.make_cache returns"),
+        ([FullKVCache()], "the cache holds a FullKVCache; expected the result of model.make_cache"),
     ):
         with pytest.raises(ValueError, match=message):
             ModelCache.of(bad)

@@ -383,7 +383,7 @@ class _Machine(RuleBasedStateMachine):
         assert 0 < left < own.floor
         for trim in trims:
             with pytest.raises(
-                ValueError, match=f"{back} of {length} tokens are .* than to {own.sequence.oldest} tok"
+                ValueError, match=f"{back} of {length} tokens: .* than to {own.sequence.oldest} tok"
             ):
                 trim(back)
 

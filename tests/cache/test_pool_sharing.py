@@ -133,7 +133,7 @@ def test_a_shared_page_that_is_written_is_copied(plain: Decoder) -> None:
     prefill(plain, pool, parent, TEXT[:256])
     child, third = parent.fork(384), pool.sequence(128)
     child.trim_to(100)
-    with pytest.raises(ContextError, match="1 shared pages are to be written; of 5 pages 0 are free"):
+    with pytest.raises(ContextError, match="1 shared pages need a copy to be written; 0 of 5 pages are free"):
         decode(plain, pool, [child], [9])
     assert child.length == 100
     third.release()
@@ -168,7 +168,7 @@ def test_room_is_said_with_its_numbers(plain: Decoder) -> None:
         (
             lambda: pool.sequence(1025),
             ContextError,
-            "1025 tokens is asked for; one of this pool has at most 1024",
+            "1025 tokens is asked for; this pool allows at most 1024",
         ),
         (
             lambda: pool.sequence(100, TEXT[:700]),

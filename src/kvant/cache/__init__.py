@@ -1,7 +1,7 @@
-"""Key/value caches: of a model, and of one layer each.
+"""Key/value caches of a model and of single layers.
 
-``FullKVCache`` and ``QuantizedKVCache`` are caches of one layer with PMX's contract, which the engine does
-without: they are imported when they are first asked for.
+``FullKVCache`` and ``QuantizedKVCache`` are caches of one layer with PMX's contract. The engine does not need
+them, so they are imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

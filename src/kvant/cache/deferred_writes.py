@@ -16,30 +16,29 @@ from kvant.operators.row_runs import put_rows
 
 
 class DeferredWrites:
-    """The new tokens of a step that are written when it is committed; mostly none.
+    """The new tokens of a step that are written when it is committed; usually none.
 
-    Written at once, they would take the place of rows that they, or other tokens in their place, still see.
-    A conversation has such tokens in the layers with a window, if a step has more of them than the window's
-    pages have room for. Exact tails have them in every step of more than ``SLACK + 1`` tokens. The step
-    attends to them as they come.
+    Written at once, they would overwrite rows that they, or other tokens in their place, still see. Layers
+    with a window have such tokens in a conversation's step that exceeds the room in the window's pages; exact
+    tails have them in every step of more than ``SLACK + 1`` tokens. The step attends to the unwritten tokens.
     """
 
     def __init__(self, sequences: Sequence[PoolSequence], *, is_single: bool) -> None:
-        """``is_single``: the only sequence is a single pool's; in others pages have room for every step."""
+        """``is_single``: it is the sequence of a single pool; other pools have room for every step."""
         self._sequences = sequences
         self._is_single = is_single
-        self._start = 0  # the position of the first of the tokens in pages
+        self._start = 0  # position of the first token deferred in pages
         self._stored: defaultdict[LayerGroup, list[tuple[PoolLayer, Sequence[mx.array]]]] = defaultdict(list)
-        self.tails: list[DeferredTail] = []  # of each sequence, or none
+        self.tails: list[DeferredTail] = []  # one per sequence, or empty
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The tokens, as they are stored."""
+        """Return the tokens in stored form."""
         stored = [array for layers in self._stored.values() for _, arrays in layers for array in arrays]
         return [*stored, *(array for tail in self.tails for array in tail.arrays)]
 
     def place(self, group: LayerGroup, table: PageTable, new_tokens: int) -> PagedRows | None:
-        """Return what a step of so many new tokens reads, if they are deferred; None: they are written."""
+        """Return the rows that a step with deferred tokens reads, or None if tokens are written at once."""
         if not self._is_single:
             return None
         (sequence,) = self._sequences
@@ -53,14 +52,14 @@ class DeferredWrites:
     def place_tails(
         self, spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool
     ) -> ExactRows:
-        """Return where the exact rows of a step are; see :func:`place_exact`."""
+        """Return the exact rows of a step; see :func:`place_exact`."""
         placed = place_exact(spans, lengths, new_tokens, fused=fused)
         is_deferred = placed.new is None
         self.tails = [DeferredTail(length, new_tokens) for length in lengths] if is_deferred else []
         return placed
 
     def add(self, group: LayerGroup, layer: PoolLayer, waiting: NewTokens) -> list[mx.array]:
-        """Defer a layer's new tokens. Return the exact ones that are kept, which the step has to compute."""
+        """Defer a layer's new tokens; return the exact ones among them, which the step must compute."""
         if waiting.stored:
             self._stored[group].append((layer, waiting.stored))
         if not waiting.exact:
@@ -68,13 +67,13 @@ class DeferredWrites:
         return [tail.add(layer, new) for tail, new in zip(self.tails, waiting.exact, strict=True)]
 
     def commit(self, num_tokens: Sequence[int]) -> None:
-        """Note how many tokens of each sequence are committed now, before the sequences count them."""
+        """Note how many tokens of each sequence are being committed, before the sequences count them."""
         for sequence, tail, count in zip(self._sequences, self.tails, num_tokens, strict=False):
             if sequence.tail is not None and not sequence.released:
                 tail.commit(sequence.tail, count)
 
     def write(self) -> None:
-        """Write those of the tokens that were committed, and drop the others."""
+        """Write the committed tokens, and drop the others."""
         if self._stored:
             self._write_stored(*self._sequences)
         if self.tails:
@@ -98,9 +97,9 @@ class DeferredWrites:
             span = sequence.tail
             if tail.before is None or tails is None or span is None or sequence.released:
                 continue
-            if sequence.length == tail.length:  # the commit was interrupted before the sequence counted them
+            if sequence.length == tail.length:  # the commit was interrupted before the sequence counted
                 span.sinks = tail.before.sinks
                 span.start = tail.before.start
             elif sequence.length == tail.length + tail.num_tokens:
                 tails.write(span, tail)
-        self.tails = []  # last: what an interruption left is written by the next call
+        self.tails = []  # last, so that after an interruption the next call writes the rest

@@ -1,4 +1,4 @@
-"""Bytes under names in a folder of the user's: bounded, and written by a thread that nobody waits for."""
+"""A bounded folder of named files in the user's cache, written by a background thread."""
 
 import errno
 import fcntl
@@ -23,41 +23,40 @@ from kvant.sizes import format_bytes
 logger = logging.getLogger("kvant.cache")
 
 DEFAULT_BYTES = 20_000_000_000
-QUEUE_BYTES = 128 << 20  # that wait to be written; what comes then is dropped
-BLOCK = 4096  # that a file system gives away at a time
-RETRY_S = 30.0  # after an error of the disk, until something is written again
-TURN_S = 1.0  # that a server writes, where others wait for the folder
+QUEUE_BYTES = 128 << 20  # maximum that is queued for writing; further files are dropped
+BLOCK = 4096  # allocation unit of a file system
+RETRY_S = 30.0  # pause after a disk error before writing again
+TURN_S = 1.0  # time that a process keeps the folder locked while it writes, so that others can follow
 LOCK = "kvant-disk-cache.lock"
-LOCK_TEXT = b"kvant disk cache\n"  # the lock file begins with it; the id of the last writer follows
+LOCK_TEXT = b"kvant disk cache\n"  # start of the lock file; the id of the last writer follows
 LOCK_RETRY_S = 0.02  # between two attempts to lock the folder
-CLOSED_LOCK_S = 1.0  # a closed cache tries this long to lock the folder for its last files
+CLOSED_LOCK_S = 1.0  # how long a closed cache tries to lock the folder for its last files
 FILE = re.compile(r"[0-9a-f]{64}\.kv")
-PART = re.compile(r"[0-9a-f]{64}\.kv\.part")
+PARTIAL = re.compile(r"[0-9a-f]{64}\.kv\.part")
 DIGEST_BYTES = 32
 WRITER_BYTES = 16
 
 
 @dataclass(slots=True)
 class DiskCounts:
-    """What a folder has, and what was done with it since it was opened."""
+    """The contents of a folder, and counts since it was opened."""
 
-    bytes: int = 0  # that it has now
+    bytes: int = 0  # of its files now
     files: int = 0
-    hits: int = 0  # files that were read
-    written: int = 0  # files that were written
-    dropped: int = 0  # times that one was not: for want of room to wait, of the hour's bytes or of a disk
+    hits: int = 0  # files read
+    written: int = 0  # files written
+    dropped: int = 0  # files not written: the queue or the hour's bytes were used up, or the disk failed
 
 
 class DiskCache:
-    """A folder that several processes may use. A file that is altered, cut or another's counts as none, and
-    goes.
+    """A folder of files that several processes may use. Files that are altered or truncated are removed.
 
-    The files are never more than ``max_bytes``: the least recently used go before another one is written. In
-    an hour as many bytes are written at most, so that no disk is worn out. One process writes at a time.
+    The files never take more than ``max_bytes``: the least recently used are removed before another one is
+    written. At most as many bytes are written per hour, to spare the disk. One process writes at a time.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int = DEFAULT_BYTES) -> None:
-        """Open or make a folder for its owner alone; a SnapshotError if that fails or it is others' too."""
+        """Open or create a folder for its owner only; raise a SnapshotError if others can use it."""
         if type(max_bytes) is not int or max_bytes < BLOCK:
             raise ValueError(f"max_bytes is {max_bytes!r}; expected an int of at least {BLOCK}")
         self.folder = Path(os.path.abspath(os.path.expanduser(folder)))
@@ -68,21 +67,20 @@ class DiskCache:
             if not is_private(state, OTHERS_USE):
                 raise SnapshotError(
                     f"{folder}: a folder of user {state.st_uid} with mode {stat.S_IMODE(state.st_mode):o}; "
-                    f"expected "
-                    "one that its owner alone can open (chmod 700): it will hold what clients wrote"
+                    "expected one that only its owner can open (chmod 700): it will hold what clients wrote"
                 )
             self._lock_file = _open_lock(self.folder / LOCK)
         except (OSError, ValueError) as error:
             raise SnapshotError(f"{folder}: no folder for a disk cache: {one_line(error)}") from error
-        self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # is in the lock file if this cache wrote last
+        self._writer = LOCK_TEXT + os.urandom(WRITER_BYTES)  # in the lock file if this cache wrote last
         self._changed = threading.Condition()
-        # bytes and time of use, the oldest first
+        # bytes and time of the last use, least recently used first
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._waiting: dict[str, bytes] = {}
         self._jobs: deque[str | Sequence[str]] = deque()  # a file to write, or files that were used
         self._counts = DiskCounts()
-        self._allowed = float(max_bytes)  # bytes that may be written
-        self._seen = time.monotonic()  # when these were counted
+        self._allowed = float(max_bytes)  # bytes that may still be written
+        self._seen = time.monotonic()  # when these were updated
         self._paused_until = 0.0
         self._said = ""
         self._closed = False
@@ -91,7 +89,7 @@ class DiskCache:
         except OSError as error:
             os.close(self._lock_file)
             raise SnapshotError(f"{folder}: cannot be read: {one_line(error)}") from error
-        self._jobs.append(())  # what is too much goes
+        self._jobs.append(())  # removes files above the limit
         self._thread = threading.Thread(target=self._write_jobs, name="kvant disk cache", daemon=True)
         self._thread.start()
 
@@ -100,21 +98,23 @@ class DiskCache:
 
     @property
     def counts(self) -> DiskCounts:
-        """What it has and did; any thread may ask."""
+        """Return the current counts, in any thread."""
         with self._changed:
             return replace(self._counts, files=len(self._files))
 
     def describe(self) -> str:
-        """Where it is and what is in it, in a line."""
+        """Return a line with the folder, its number of files and their size."""
         now = self.counts
         return (
             f"{self.folder}: {now.files} files, {format_bytes(now.bytes)} of {format_bytes(self.max_bytes)}"
         )
 
     def put(self, name: str, size: int, contents: Callable[[], bytes]) -> None:
-        """Write a file some time later, unless it is there. Never waits.
+        """Queue a file for writing unless it exists. Never waits.
 
-        ``size``: bytes of the contents, about, which ``contents`` makes: it is called now, or not at all.
+        Args:
+            size: the approximate number of bytes.
+            contents: returns the bytes; it is called now, or not at all.
         """
         with self._changed:
             if self._closed or name in self:
@@ -131,7 +131,7 @@ class DiskCache:
                 self._changed.notify_all()
 
     def get(self, name: str) -> bytes | None:
-        """Return the contents of a file; None if it is not there, or was removed for a wrong digest."""
+        """Return the contents of a file, or None if it does not exist. Removes one with a wrong digest."""
         with self._changed:
             data = self._waiting.get(name)
         if data is None:
@@ -152,26 +152,26 @@ class DiskCache:
         return data
 
     def remove(self, name: str) -> None:
-        """Remove a file that nobody can use."""
+        """Remove an unusable file."""
         with self._changed:
             self._forget(name)
         with suppress(OSError):
             os.unlink(self._path(name))
 
     def used(self, names: Sequence[str]) -> None:
-        """Note that files were used; the first of them stays longest."""
+        """Note that files were used; the first one stays longest."""
         with self._changed:
             if not self._closed:
                 self._jobs.append(tuple(names))
                 self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything is written, or dropped. Returns whether it is."""
+        """Wait until everything is written or dropped; return whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Take nothing more; the first call waits ``timeout`` seconds at most until the rest is written."""
+        """Accept no more files; the first call waits up to ``timeout`` seconds until the rest is written."""
         with self._changed:
             if self._closed:
                 timeout = 0.0
@@ -186,7 +186,7 @@ class DiskCache:
         return self.folder / f"{name}.kv"
 
     def _read(self, name: str) -> bytes:
-        """Return the bytes of a file, or none if nobody can use it."""
+        """Return the bytes of a file; empty if it is unusable."""
         descriptor = open_private(self._path(name))
         if descriptor is None:
             return b""
@@ -210,7 +210,7 @@ class DiskCache:
                             self._changed.notify_all()
                 if self._jobs:
                     time.sleep(2 * LOCK_RETRY_S)  # long enough for another process to lock the folder
-            except OSError as error:  # a full disk, a folder that went or became read-only
+            except OSError as error:  # a full disk, or a folder that was removed or became read-only
                 self._say(error)
                 with self._changed:
                     self._counts.dropped += len(self._waiting)
@@ -221,7 +221,7 @@ class DiskCache:
 
     @contextmanager
     def _locked_folder(self) -> Iterator[None]:
-        """Hold the folder. What others did since it was held last is known inside."""
+        """Lock the folder, and update the list of files if another process wrote since."""
         self._lock()
         try:
             if not os.fstat(self._lock_file).st_nlink:
@@ -235,7 +235,7 @@ class DiskCache:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _lock(self) -> None:
-        """Wait until no other process has locked the folder; once the cache is closed, only for a moment."""
+        """Wait for the lock on the folder; once the cache is closed, at most ``CLOSED_LOCK_S`` seconds."""
         deadline = math.inf
         while True:
             try:
@@ -250,23 +250,23 @@ class DiskCache:
             time.sleep(LOCK_RETRY_S)
 
     def _scan(self, *, is_locked: bool = False) -> None:
-        """Find the files that are there; the holder of the folder's lock removes half-written ones."""
-        found = []
+        """List the existing files; with the folder locked, remove half-written ones."""
+        files = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
-                    continue  # not ours, whatever its name
-                if is_locked and PART.fullmatch(entry.name):
+                    continue  # not kvant's, whatever its name
+                if is_locked and PARTIAL.fullmatch(entry.name):
                     os.unlink(entry.path)
                 elif FILE.fullmatch(entry.name):
                     state = entry.stat(follow_symlinks=False)
-                    found.append((state.st_mtime_ns, entry.name.removesuffix(".kv"), _on_disk(state.st_size)))
+                    files.append((state.st_mtime_ns, entry.name.removesuffix(".kv"), _on_disk(state.st_size)))
         with self._changed:
-            self._files = OrderedDict((name, (size, used)) for used, name, size in sorted(found))
-            self._counts.bytes = sum(size for _, _, size in found)
+            self._files = OrderedDict((name, (size, used)) for used, name, size in sorted(files))
+            self._counts.bytes = sum(size for _, _, size in files)
 
     def _make_room(self, size: int) -> None:
-        """Remove the files that were used least recently, by whatever process, until so many bytes fit."""
+        """Remove files until ``size`` bytes fit, those least recently used by any process first."""
         while self._counts.bytes + size > self.max_bytes and self._files:
             name, (_, known) = next(iter(self._files.items()))
             with suppress(FileNotFoundError):
@@ -280,7 +280,7 @@ class DiskCache:
                 self._forget(name)
 
     def _do(self, job: str | Sequence[str]) -> None:
-        """Write a file that waits, unless the hour's bytes are used up; or note which files were used."""
+        """Write a queued file unless the hour's bytes are used up, or note which files were used."""
         if not isinstance(job, str):
             for name in reversed(job):
                 with suppress(FileNotFoundError):
@@ -305,31 +305,31 @@ class DiskCache:
                 self._counts.bytes += size
 
     def _is_blocked(self, name: str) -> bool:
-        """Return whether a folder has the name that a file would be written under, and log it."""
+        """Return whether a folder has the name of the file to write; if so, log it."""
         path = self._path(name)
-        for place in (path, _part(path)):
+        for place in (path, _partial_path(path)):
             if place.is_dir() and not place.is_symlink():
                 self._say(IsADirectoryError(errno.EISDIR, "a folder in the place of a file", str(place)))
                 return True
         return False
 
     def _write(self, path: Path, parts: Sequence[bytes]) -> None:
-        """Write a file and then name it. After a loss of power it may be cut, which its digest tells."""
-        part = _part(path)
+        """Write a file, then rename it. A power loss may truncate it, which its digest reveals."""
+        partial = _partial_path(path)
         try:
             with suppress(FileNotFoundError):
-                os.unlink(part)  # opening a pipe would block
+                os.unlink(partial)  # it may be a pipe, and opening that would block
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(part, flags, 0o600), "wb") as file:
+            with open(os.open(partial, flags, 0o600), "wb") as file:
                 file.writelines(parts)
-            os.replace(part, path)
+            os.replace(partial, path)
         except BaseException:
             with suppress(OSError):
-                os.unlink(part)
+                os.unlink(partial)
             raise
 
     def _note(self, name: str, used: int, *, is_new: bool = False) -> None:
-        """Count a file as the one that was used last; ``is_new``: other processes are to know, too."""
+        """Note that a file was used last; ``is_new``: tell other processes by its modification time."""
         if name in self._files:
             if is_new:
                 os.utime(self._path(name), ns=(used, used), follow_symlinks=False)
@@ -361,13 +361,13 @@ def _open_lock(path: Path) -> int:
     raise SnapshotError(f"{path}: not kvant's lock file; remove it or choose another folder")
 
 
-def _part(path: Path) -> Path:
-    """Return the path of a file while it is written."""
+def _partial_path(path: Path) -> Path:
+    """Return the path of a file while it is being written."""
     return path.with_name(f"{path.name}.part")
 
 
 def _digest(name: str, data: bytes | memoryview) -> bytes:
-    """Of contents under their name: another file's are wrong."""
+    """Return a digest of the name and the contents, so that a renamed file does not match."""
     whole = hashlib.sha256(name.encode())
     whole.update(data)
     return whole.digest()

@@ -1,8 +1,8 @@
-"""The exact tails of a pool's sequences: pages of floats beside the quantized rows.
+"""The exact tails of a pool's sequences: pages of floats in addition to the quantized rows.
 
-A layer that quantizes stores the first and the last tokens of each sequence as floats too, in a page of a
-fixed size that belongs to the sequence while it is open; :mod:`kvant.operators.exact_rows` says which tokens
-these are. A sequence that begins with tokens of others lacks their exact rows, unless a checkpoint kept them.
+A quantizing layer also stores the first and the last tokens of each sequence as floats, in a page of fixed
+size that belongs to the sequence while it is open; :mod:`kvant.operators.exact_rows` explains which tokens.
+A sequence that shares a prefix lacks its exact rows, unless a checkpoint has them.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TailCopy:
-    """The exact rows of a sequence, as a checkpoint or a file keeps them.
+    """A copy of a sequence's exact rows, for a checkpoint or a file.
 
     Attributes:
-        sinks: how many of the first tokens there are.
-        start: position of the first row behind these.
+        sinks: how many of the first tokens it has.
+        start: position of the first row after these.
         length: tokens of the sequence.
-        rows: of each layer that has a tail: (2, K, rows, D).
+        rows: (2, K, rows, D) for each layer with a tail.
     """
 
     sinks: int
@@ -46,19 +46,17 @@ class TailCopy:
         rows: Sequence[mx.array | None],
         formats: Sequence[LayerFormat],
     ) -> "TailCopy":
-        """Return what a file says of the tail of layers; a ValueError if that cannot be one."""
+        """Return the tail described by a file; raise a ValueError if the layers cannot have it."""
         check_tail((sinks, start), length)
-        expected = [own.tail(sinks + length - start)[0] for own in formats]
-        found = [array for array in rows if array is not None]
-        if [stored_of([array])[0] for array in found] != expected or len(found) != len(rows):
+        expected = [layer.tail(sinks + length - start)[0] for layer in formats]
+        arrays = [array for array in rows if array is not None]
+        if [stored_of([array])[0] for array in arrays] != expected or len(arrays) != len(rows):
             raise ValueError(f"a tail of {len(rows)} arrays that are not those of its layers")
-        return cls(sinks, start, length, found)
+        return cls(sinks, start, length, arrays)
 
 
 def check_tail(numbers: Sequence[int], length: int) -> tuple[int, int]:
-    """Return how many of the first tokens a tail has, and where the rest of it starts; a ValueError unless a
-    sequence of so many tokens can have such a tail.
-    """
+    """Return a tail's ``sinks`` and ``start``; raise a ValueError unless ``length`` tokens can have them."""
     if len(numbers) == 2:
         sinks, start = numbers
         least = min(SINKS, length)
@@ -68,36 +66,32 @@ def check_tail(numbers: Sequence[int], length: int) -> tuple[int, int]:
 
 
 class DeferredTail:
-    """Exact new tokens of a sequence until their step is committed, as many of them as are read later."""
+    """The exact new tokens of a sequence that are read later, until their step is committed."""
 
     def __init__(self, length: int, new_tokens: int) -> None:
         """``length``: tokens of the sequence before the step."""
         end = length + new_tokens
-        # Positions of the tokens.
-        self.ranges: list[Run] = [(max(length, SINKS, end - RING), end)]
+        self.ranges: list[Run] = [(max(length, SINKS, end - RING), end)]  # positions of the tokens
         if length < SINKS:
             self.ranges.insert(0, (length, SINKS))
         self.length = length
-        self.num_tokens = 0  # that are committed
-        # The sequence's span before they were.
-        self.before: ExactSpan | None = None
-        self.layers: list[tuple[PoolLayer, mx.array]] = []  # with (2, K, n, D) of each
+        self.num_tokens = 0  # committed tokens
+        self.before: ExactSpan | None = None  # the sequence's span before the commit
+        self.layers: list[tuple[PoolLayer, mx.array]] = []  # each with its tokens (2, K, n, D)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The tokens of all layers."""
+        """Return the tokens of all layers."""
         return [tokens for _, tokens in self.layers]
 
     def add(self, layer: "PoolLayer", tokens: mx.array) -> mx.array:
-        """Keep what is needed of a layer's new tokens (2, K, S, D), and return it."""
-        kept = stored_rows(tokens, [(first - self.length, end - self.length) for first, end in self.ranges])
-        self.layers.append((layer, kept))
-        return kept
+        """Store the needed ones of a layer's new tokens (2, K, S, D), and return them."""
+        rows = stored_rows(tokens, [(first - self.length, end - self.length) for first, end in self.ranges])
+        self.layers.append((layer, rows))
+        return rows
 
     def commit(self, span: ExactSpan, num_tokens: int) -> None:
-        """Note that the first ``num_tokens`` tokens are committed; the span lacks them until they are
-        written.
-        """
+        """Note that the first ``num_tokens`` tokens are committed; until written, the span excludes them."""
         self.before = replace(span)
         self.num_tokens = num_tokens
         if self.length < SINKS:
@@ -105,8 +99,8 @@ class DeferredTail:
         span.start = max(span.start, self.length + num_tokens)
 
 
-# What other ranks do as well: "clear" a page, "copy" it to another, or "write" to it, behind so many tokens,
-# the first of those that waited.
+# Actions that other ranks repeat: ("clear", page), ("copy", page, to), or ("write", page, length, num_tokens)
+# for the first deferred tokens of a sequence of this length.
 TailEvent = tuple[str, int] | tuple[str, int, int] | tuple[str, int, int, int]
 
 
@@ -116,9 +110,9 @@ class ExactTails:
     def __init__(self, layers: Sequence["PoolLayer"], sequences: int, *, logs: bool = False) -> None:
         """
         Args:
-            layers: those of the pool that have a tail.
-            sequences: that can be open at once.
-            logs: note what was written, for :meth:`take_events`.
+            layers: the layers of the pool that have a tail.
+            sequences: how many can be open at once.
+            logs: record events for :meth:`take_events`.
         """
         self.layers = tuple(layers)
         self._pages = Pages(sequences)
@@ -128,8 +122,7 @@ class ExactTails:
     def open(self) -> ExactSpan:
         """Return the span of a new sequence without tokens.
 
-        Its page is cleared: all rows are multiplied, those that are not read by 0, which does not remove what
-        is not finite.
+        Its page is cleared, because attention multiplies unread rows by 0, which keeps NaN and infinity.
         """
         (page,) = self._pages.allocate(1)
         self.clear(page)
@@ -144,7 +137,7 @@ class ExactTails:
             array[:, :, page * TAIL_ROWS : (page + 1) * TAIL_ROWS] = 0
 
     def close(self, span: ExactSpan) -> None:
-        """Give the page of a sequence back."""
+        """Free the page of a sequence."""
         self._pages.release([span.page])
 
     def fork(self, span: ExactSpan, to: ExactSpan) -> None:
@@ -164,7 +157,7 @@ class ExactTails:
             put_rows(array, rows, [(to * TAIL_ROWS, (to + 1) * TAIL_ROWS)])
 
     def copied(self, span: ExactSpan, length: int) -> TailCopy:
-        """Return a copy of the rows of a sequence of so many tokens."""
+        """Return a copy of the rows of a sequence of ``length`` tokens."""
         start = min(span.start, length)
         sinks = min(span.sinks, length)
         rows = [*span.runs(0, sinks), *span.runs(start, length)]
@@ -173,7 +166,7 @@ class ExactTails:
         return TailCopy(sinks, start, length, copies)
 
     def restore(self, span: ExactSpan, copy: TailCopy) -> None:
-        """Give a sequence the rows of a copy, whose length it has."""
+        """Restore a copy's rows in a sequence of the same length."""
         rows = [*span.runs(0, copy.sinks), *span.runs(copy.start, copy.length)]
         for layer, tokens in zip(self.layers, copy.rows, strict=True):
             put_rows(layer.exact_arrays[0], tokens, rows)
@@ -182,16 +175,16 @@ class ExactTails:
         span.start = max(SINKS, copy.start)
 
     def write(self, span: ExactSpan, tail: DeferredTail) -> None:
-        """Write the deferred tokens of a step that are committed, and put them into the span."""
+        """Write the committed tokens of a deferred step, and add them to the span."""
         assert tail.before is not None
         if self._logs:
             self._events.append(("write", span.page, tail.length, tail.num_tokens))
         end = tail.length + tail.num_tokens
         start = max(tail.before.start, end - RING)
         first, _ = tail.ranges[-1]
-        if first > max(tail.length, SINKS):  # those before it were not kept
+        if first > max(tail.length, SINKS):  # earlier new tokens were not stored
             start = max(start, min(first, end))
-        tail.before.start = start  # rows before it are going to be written over
+        tail.before.start = start  # earlier rows are about to be overwritten
         before = 0
         for first, last in tail.ranges:
             if (stop := min(last, end)) > first:
@@ -203,7 +196,7 @@ class ExactTails:
         span.sinks = tail.before.sinks
 
     def take_events(self) -> list[TailEvent]:
-        """Return what was done to the pages since the last call, if that is noted."""
+        """Return the events since the last call, if they are recorded."""
         events = self._events
         self._events = []
         return events
@@ -212,29 +205,29 @@ class ExactTails:
 def place_exact(
     spans: Sequence[ExactSpan], lengths: Sequence[int], new_tokens: int, *, fused: bool
 ) -> ExactRows:
-    """Return where S new tokens of each sequence are written, and what their queries read.
+    """Return where S new tokens of each sequence are written, and the rows that their queries read.
 
     More than ``SLACK + 1`` new tokens are written when their step is committed.
     """
-    waits = new_tokens > SLACK + 1
+    is_deferred = new_tokens > SLACK + 1
     new: list[list[Run]] = []
     read: list[list[Run]] = []
     starts: list[int] = []
     ends = [length + new_tokens for length in lengths]
     for span, length, end in zip(spans, lengths, ends, strict=True):
-        span.go_back(length)  # if a trim was interrupted
-        if not waits:
+        span.go_back(length)  # in case a trim was interrupted
+        if not is_deferred:
             new.append(span.runs(length, end))
-        start, rows = span.read(length, length if waits else end)
-        if not waits:
+        start, rows = span.read(length, length if is_deferred else end)
+        if not is_deferred:
             span.will_write(end)
         read.append(rows)
         starts.append(min(max(start, SINKS), end))
     sinks = [min(span.sinks, end) for span, end in zip(spans, ends, strict=True)]
     written: list[Run] | mx.array | None = None
-    if not waits:
+    if not is_deferred:
         written = new[0]
         if len(new) > 1:
-            written = mx.array([row for own in new for run in own for row in range(*run)], mx.int32)
-    pages = exact_pages(spans, sinks, starts, ends) if fused and not waits else None
+            written = mx.array([row for runs in new for run in runs for row in range(*run)], mx.int32)
+    pages = exact_pages(spans, sinks, starts, ends) if fused and not is_deferred else None
     return ExactRows(written, read, sinks, starts, ends, [span.page for span in spans], pages)

@@ -1,12 +1,10 @@
-"""A full-precision key/value cache of one layer that grows by concatenation: the plain way, for
-comparison.
-"""
+"""A full-precision key/value cache of one layer that grows by concatenation, for comparison."""
 
 import mlx.core as mx
 
 
 class FullKVCache:
-    """Keys and values as they came, (B, K, T, D); every append copies all of them.
+    """Keys and values (B, K, T, D) as passed in; every append copies all of them.
 
     The contract is Tiny-LLM's TinyKvFullCache.
 
@@ -20,7 +18,7 @@ class FullKVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
+        """Return the bytes of keys and values."""
         return sum(array.nbytes for array in self._key_value or ())
 
     def update_and_fetch(
@@ -34,14 +32,14 @@ class FullKVCache:
 
         Args:
             key, value: (B, K, S, D).
-            mask_length: not used by a cache of one sequence; part of the contract.
-            mask: passed through.
+            mask_length: unused here, but required by the contract.
+            mask: returned unchanged.
 
         Returns:
             key, value (B, K, offset, D), the offset after the update, and the mask.
 
         Raises:
-            ValueError: shapes or dtypes that do not continue what is cached.
+            ValueError: shapes or dtypes differ from those in the cache.
         """
         if key.ndim != 4 or key.shape != value.shape:
             raise ValueError(
@@ -54,8 +52,7 @@ class FullKVCache:
             if (B, K, D, cached_key.dtype) != (b, k, d, key.dtype):
                 raise ValueError(
                     f"the cache holds a batch of {B}, {K} kv heads and a head_dim of {D}, "
-                    f"{cached_key.dtype}; "
-                    f"given {b}, {k} and {d}, {key.dtype}"
+                    f"{cached_key.dtype}; got {b}, {k} and {d}, {key.dtype}"
                 )
             key = mx.concatenate([cached_key, key], axis=2)
             value = mx.concatenate([cached_value, value], axis=2)

@@ -1,15 +1,15 @@
-"""Which model and tokenizer a cache's tokens belong to."""
+"""The identity of the model and tokenizer that a cache's tokens belong to."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 
 class Identity:
-    """Digests of a model's files; :mod:`kvant.models.identity` computes them and says what they cover.
+    """Digests of a model's files; :mod:`kvant.models.identity` computes them and explains what they cover.
 
     Attributes:
-        tokenizer: of its files; 64 hexadecimal digits.
-        folder: that they were read from; it does not count in a comparison. None: not known.
+        tokenizer: the digest of the tokenizer's files; 64 hexadecimal digits.
+        folder: the folder of the files, ignored in comparisons; None: unknown.
     """
 
     def __init__(self, model: str | Callable[[], str], tokenizer: str, folder: Path | None = None) -> None:
@@ -20,10 +20,9 @@ class Identity:
 
     @property
     def model(self) -> str:
-        """The digest of config.json, the weights and the adapter; 64 hexadecimal digits.
+        """Return the digest of config.json, the weights and the adapter; 64 hexadecimal digits.
 
-        The first use may compute it, and raises a CheckpointError if the files were changed since they were
-        loaded.
+        The first use may compute it, and raises a CheckpointError if the files changed since loading.
         """
         if not isinstance(self._model, str):
             self._model = self._model()

@@ -1,6 +1,6 @@
-"""A format of a cache that was tuned for one model: bits of each layer, and what is done to its keys before.
+"""A cache format tuned for one model: the bits and key transform of each layer.
 
-A file of JSON. ``kvant report --tune`` writes it; docs/measuring.md describes it.
+``kvant report --tune`` writes it as a JSON file; docs/measuring.md describes it.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from kvant.operators.key_transform import VALUES, KeyTransform
 from kvant.operators.quantization import QUANT_BITS
 
 NAME = "kv_format"
-PMX = "pmx"  # in place of a file: PMX's symmetric groups, nothing done to keys before
+PMX = "pmx"  # instead of a file: PMX's symmetric groups without a key transform
 FORMAT = "kvant kv format"
-VERSION = 2  # 1: its model's digest was of a sample of the weights
+VERSION = 2  # version 1 had a digest of only a sample of the weights
 MAX_BYTES = 16 * 1024 * 1024
 MAX_EXPONENT = 24  # of a channel's balance
 
-Rows = tuple[tuple[float, ...], ...]  # of each kv head, a number a channel
+Rows = tuple[tuple[float, ...], ...]  # for each kv head a number per channel
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class LayerChoice:
 
     Attributes:
         kv_bits, kv_group_size: as in :class:`kvant.cache.CacheOptions`. ``kv_bits`` are the keys'.
-        value_bits: of values; made without them: the keys'.
-        rotates, rotates_values, center, balance: those of
+        value_bits: bits of values; by default those of keys.
+        rotates, rotates_values, center, balance: as in
             :class:`kvant.operators.key_transform.KeyTransform`, the balance as exponents of 2; (): none.
     """
 
@@ -60,27 +60,27 @@ class LayerChoice:
 
     @cached_property
     def name(self) -> str:
-        """The name of its key transform: its parts, and a digest of their numbers; "": none."""
+        """Return the name of its key transform, the components and a digest of their numbers, or ""."""
         has = {
             "center": self.center,
             "balance": self.balance,
             "rotate": self.rotates,
             VALUES: self.rotates_values,
         }
-        parts = "+".join(part for part, value in has.items() if value)
+        parts = "+".join(component for component, value in has.items() if value)
         numbers = [self.center, self.balance]
         return parts and f"{parts}:{hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]}"
 
     def transform(self, heads: range, width: int, split: BiasSplit | None = None) -> KeyTransform:
-        """The key transform of a layer that has some of the kv heads, whose keys are ``width`` wide."""
-        for part, rows in (("center", self.center), ("balance", self.balance)):
+        """Return the key transform for these kv heads of a layer, with keys of this width."""
+        for component, rows in (("center", self.center), ("balance", self.balance)):
             if rows and (len(rows) < heads.stop or any(len(row) != width for row in rows)):
                 raise ArgumentError(
-                    NAME, f"has a {part} of {len(rows)} kv heads of {len(rows[0])}; expected {width}"
+                    NAME, f"has a {component} of {len(rows)} kv heads of {len(rows[0])}; expected {width}"
                 )
-        own = slice(heads.start, heads.stop)
-        center = mx.array(self.center[own], mx.float32)[:, None] if self.center else None
-        balance = mx.power(2.0, mx.array(self.balance[own], mx.float32))[:, None] if self.balance else None
+        ours = slice(heads.start, heads.stop)
+        center = mx.array(self.center[ours], mx.float32)[:, None] if self.center else None
+        balance = mx.power(2.0, mx.array(self.balance[ours], mx.float32))[:, None] if self.balance else None
         return KeyTransform(self.name, split, center, balance, self.rotates, self.rotates_values)
 
 
@@ -89,11 +89,10 @@ class KVFormat:
     """A tuned format.
 
     Attributes:
-        model: the digest of the model that it is for, of :class:`kvant.cache.Identity`; "": one that has
-            none.
-        layers: of each layer that keeps keys and values.
-        figures: what was measured, for people.
-        path: the file it is from, if it is from one.
+        model: the digest of its model (:class:`kvant.cache.Identity`), or "" if the model has none.
+        layers: a choice for each layer that stores keys and values.
+        figures: measurements, for people.
+        path: the file it was read from, or "".
     """
 
     model: str
@@ -102,32 +101,32 @@ class KVFormat:
     path: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, given: object) -> "KVFormat":
-        """Return a format, or that of a file's path or of what :meth:`as_json` gave; or an ArgumentError."""
-        if isinstance(given, KVFormat):
-            return given
-        if isinstance(given, Mapping):
-            return _parsed(given, "")
-        if not isinstance(given, str | Path):
+    def of(cls, source: object) -> "KVFormat":
+        """Return the format itself, or that of a file or of :meth:`as_json`; raise an ArgumentError."""
+        if isinstance(source, KVFormat):
+            return source
+        if isinstance(source, Mapping):
+            return _parsed(source, "")
+        if not isinstance(source, str | Path):
             raise ArgumentError(
-                NAME, f"is a {type(given).__name__}; expected a file that kvant report --tune wrote"
+                NAME, f"is a {type(source).__name__}; expected a file that kvant report --tune wrote"
             )
         try:
             return _parsed(
-                json.loads(read_user_file(given, MAX_BYTES), object_pairs_hook=unique_keys), str(given)
+                json.loads(read_user_file(source, MAX_BYTES), object_pairs_hook=unique_keys), str(source)
             )
         except (ValueError, RecursionError) as error:
-            said = "not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
+            problem = "not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)
             raise ArgumentError(
-                NAME, f"is {given}: {said}; expected a file that kvant report --tune wrote"
+                NAME, f"is {source}: {problem}; expected a file that kvant report --tune wrote"
             ) from error
         except KvantError as error:
             raise ArgumentError(NAME, f"is {error}") from error
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers, text and lists."""
+        """Return the format as JSON values."""
         layers = [asdict(layer) for layer in self.layers]
-        for layer in layers:  # files of before have none
+        for layer in layers:  # older files lack these fields
             if layer["value_bits"] == layer["kv_bits"]:
                 del layer["value_bits"]
             if not layer["rotates_values"]:
@@ -141,7 +140,7 @@ class KVFormat:
         }
 
     def write(self, path: Path) -> None:
-        """Write the file; a SnapshotError if it cannot be written: what was there still is."""
+        """Write the file atomically; raise a SnapshotError if that fails."""
         data = json.dumps(self.as_json(), separators=(",", ":")).encode()
         try:
             with atomic_file(path) as file:
@@ -150,17 +149,17 @@ class KVFormat:
             raise SnapshotError(f"{path}: cannot be written: {one_line(error)}") from error
 
     def check(self, identity: Identity | None, layers: int) -> None:
-        """Raise an ArgumentError unless it is for this model, of so many layers with keys and values."""
+        """Raise an ArgumentError unless it is for this model, with this many layers with keys and values."""
         where = f"is {self.path or 'a format'}"
-        own = "" if identity is None else identity.model
-        if self.model != own:
+        digest = "" if identity is None else identity.model
+        if self.model != digest:
             raise ArgumentError(
-                NAME, f"{where}, which is for another model: {self.model[:16]}; this one is {own[:16]}"
+                NAME, f"{where}, which is for another model: {self.model[:16]}; this one is {digest[:16]}"
             )
         self.check_layers(layers)
 
     def check_layers(self, layers: int) -> None:
-        """Raise an ArgumentError unless it has so many layers."""
+        """Raise an ArgumentError unless it has this many layers."""
         if len(self.layers) != layers:
             where = self.path or "a format"
             count = len(self.layers)
@@ -187,13 +186,13 @@ def _layer(raw: object) -> LayerChoice:
     bits = raw["kv_bits"]
     group = raw["kv_group_size"]
     values: Any = raw.get("value_bits", bits)
-    for own in (bits, values):
-        if type(own) is not int or own not in QUANT_BITS or type(group) is not int or group < 1:
-            raise ValueError(f"a layer of {own!r:.20} bits in groups of {group!r:.20}")
+    for side in (bits, values):
+        if type(side) is not int or side not in QUANT_BITS or type(group) is not int or group < 1:
+            raise ValueError(f"a layer of {side!r:.20} bits in groups of {group!r:.20}")
     rotates_values = raw.get("rotates_values", False)
-    for name, given in (("rotates", raw["rotates"]), ("rotates_values", rotates_values)):
-        if type(given) is not bool:
-            raise ValueError(f"{name} is {given!r:.20}; expected true or false")
+    for name, flag in (("rotates", raw["rotates"]), ("rotates_values", rotates_values)):
+        if type(flag) is not bool:
+            raise ValueError(f"{name} is {flag!r:.20}; expected true or false")
     center = _rows("center", raw["center"], lambda number: type(number) in (int, float) and abs(number) < 1e6)
     balance = _rows(
         "balance", raw["balance"], lambda number: type(number) is int and abs(number) <= MAX_EXPONENT
@@ -210,7 +209,7 @@ def _layer(raw: object) -> LayerChoice:
 
 
 def _rows(name: str, raw: object, is_right: Any) -> Any:
-    """A list of as many numbers of each kv head."""
+    """Return checked rows of equally many numbers, one row per kv head."""
     rows = raw if isinstance(raw, list | tuple) else None
     if rows is None or not all(isinstance(row, list | tuple) and row for row in rows):
         raise ValueError(f"{name} is no list of rows of numbers")

@@ -1,4 +1,4 @@
-"""How a layer's cache stores its tokens: what two caches must have in common for one to take the other's."""
+"""The format of a layer's stored tokens, which two caches must share to exchange tokens."""
 
 import math
 import operator
@@ -27,12 +27,12 @@ DTYPES = {
 FLOAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 KEY_WORDS = {"norms": "balanced by norms", "center": "centered", "balance": "balanced", "rotate": "rotated"}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-KINDS = ("quantized", "chunks", "state")  # of those that are saved
-# The words of files of version 1: PMX's, and an older name.
+KINDS = ("quantized", "chunks", "state")  # in files
+# Names in files of version 1: PMX's, and an older one.
 FILE_WORDS = {"kv_bits": "quant_bit", "kv_group_size": "quant_group", "transform_name": "front"}
 MAX_NUMBER = 2**24  # of heads, widths and tokens: far above any model's
 
-Stored = tuple[str, tuple[int, ...]]  # an array's dtype as safetensors writes it, and its shape
+Stored = tuple[str, tuple[int, ...]]  # an array's dtype, by its name in safetensors, and its shape
 Arrays = list[mx.array | None]  # of one state
 
 
@@ -41,23 +41,23 @@ class State:
     """A linear or convolution layer's state: arrays that are replaced at every step.
 
     Attributes:
-        nbytes: of all its arrays.
-        shapes: the dtype, by its name in safetensors, and the shape of each; None: the model leaves it empty.
+        nbytes: bytes of all its arrays.
+        shapes: dtype and shape of each; None: the model leaves it empty.
     """
 
     nbytes: int
     shapes: tuple[Stored | None, ...]
 
     def check(self, arrays: Arrays) -> None:
-        """Raise a ValueError for arrays of another; one may be shorter before it has seen enough tokens."""
+        """Raise a ValueError unless arrays match; they may be smaller until enough tokens were read."""
         for number, (array, expected) in enumerate(zip(arrays, self.shapes, strict=True)):
             if array is None or expected is None:
                 continue
             dtype, (_, *most) = expected
             fits = len(array.shape) == 1 + len(most) and all(map(operator.le, array.shape[1:], most))
             if DTYPE_NAMES[array.dtype] != dtype or array.shape[0] != 1 or not fits:
-                given = f"{DTYPE_NAMES[array.dtype]} {tuple(array.shape)}"
-                raise ValueError(f"array {number} of a state is {given}; expected {dtype} {(1, *most)}")
+                shape = f"{DTYPE_NAMES[array.dtype]} {tuple(array.shape)}"
+                raise ValueError(f"array {number} of a state is {shape}; expected {dtype} {(1, *most)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,17 @@ class LayerFormat:
     """A layer's format. Sizes count elements; windows count tokens.
 
     Attributes:
-        kind: "quantized", at 0 bits too; "chunks", Llama 4's; "state", of a linear layer.
+        kind: "quantized", also at 0 bits; "chunks", Llama 4's; "state", of a linear layer.
         num_kv_heads, head_dim, value_head_dim: of its tokens.
-        kv_bits, value_bits, kv_group_size: 0 where nothing is quantized. Made without them: values have the
-            keys' bits.
-        dtype, scale_dtype: of the stored arrays, as safetensors writes them; no scales: "".
-        window: the last tokens that a query sees; None: all.
+        kv_bits, value_bits, kv_group_size: 0 without quantization. ``value_bits`` default to ``kv_bits``.
+        dtype, scale_dtype: of the stored arrays, by their names in safetensors; "" without scales.
+        window: how many of the last tokens a query sees; None: all.
         slack: tokens before the window that a sequence may still go back to.
-        split_pairs: the rotary pairs of the bias split; None: keys and values have their biases.
-        state: each array of a state; None: it has not been computed yet.
-        shared: other layers of a bridged model ask for what this one fetched.
-        transform_name: of the :class:`kvant.operators.key_transform.KeyTransform` that keys went through; "":
-            none.
-        tail_dtype: of the exact tail's rows (:mod:`kvant.operators.exact_rows`); "": it has none.
+        split_pairs: the rotary pairs of the bias split; None: keys and values include their biases.
+        state: each array of a state; None: not computed yet.
+        shared: other layers of a bridged model read the tokens that this one fetched.
+        transform_name: of the keys' :class:`kvant.operators.key_transform.KeyTransform`; "": none.
+        tail_dtype: of the exact tail's rows (:mod:`kvant.operators.exact_rows`); "": no tail.
     """
 
     kind: str
@@ -118,9 +116,9 @@ class LayerFormat:
         has_tail: bool = False,
         **others: Any,
     ) -> "LayerFormat":
-        """Return a layer's with rows, of ``max_seq_len`` tokens at most; at 0 bits ``dtype`` is stored.
+        """Return the format of a layer with rows for up to ``max_seq_len`` tokens; 0 bits store ``dtype``.
 
-        ``has_tail``: where it quantizes, an exact tail of 16 bits a number.
+        ``has_tail``: give it an exact tail of 16-bit floats if it quantizes.
         """
         seen = narrow_window(window, max_seq_len)
         value_bits = kv_bits if value_bits < 0 or not value_head_dim else value_bits
@@ -135,16 +133,16 @@ class LayerFormat:
             scale_dtype=scale_dtype if kv_bits else "",
             window=seen,
             slack=0 if seen is None else SLACK,
-            # bfloat16 reaches as far as float32: no key becomes infinite. A CPU converts it fast.
+            # bfloat16 has float32's range, so no key becomes infinite, and a CPU converts it fast.
             tail_dtype=(dtype if dtype == "F16" else "BF16") if has_tail and kv_bits else "",
             **{"kind": "quantized"} | others,
         )
 
     @classmethod
     def from_json(cls, raw: object) -> "LayerFormat":
-        """Of what :meth:`as_json` gave, every field checked."""
+        """Parse the result of :meth:`as_json`, checking every field."""
         names = {field.name: FILE_WORDS.get(field.name, field.name) for field in fields(cls)}
-        # Old files have no key transform and no tail, and value bits only if they differ from the keys'.
+        # Old files lack the key transform and the tail, and have value bits only if they differ.
         if isinstance(raw, dict):
             absent = {"value_bits": raw.get(FILE_WORDS["kv_bits"]), "tail_dtype": ""}
             raw = {FILE_WORDS["transform_name"]: "", **absent} | raw
@@ -153,7 +151,7 @@ class LayerFormat:
                 "a layer's format has other fields than " + ", ".join(sorted([*names.values(), "keep"]))
             )
         if raw["keep"] != 0:
-            raise ValueError(f"keep is {_shown(raw['keep'])}; expected 0: no window keeps its first tokens")
+            raise ValueError(f"keep is {_shown(raw['keep'])}; expected 0: windows keep no first tokens")
         raw = {name: raw[word] for name, word in names.items()}
         for name in (
             "num_kv_heads",
@@ -190,7 +188,7 @@ class LayerFormat:
         return made
 
     def _check(self) -> None:
-        """Raise a ValueError where fields contradict each other."""
+        """Raise a ValueError if fields contradict each other."""
         if not self.has_tokens:
             if self != LayerFormat("state", state=self.state):
                 raise ValueError(f"a layer of kind {self.kind!r} has fields of another kind")
@@ -217,41 +215,41 @@ class LayerFormat:
             )
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers, text and lists."""
+        """Return the format as JSON values."""
         plain = {"transform_name": "", "value_bits": self.kv_bits, "tail_dtype": ""}
-        given = {name: value for name, value in asdict(self).items() if plain.get(name, ...) != value}
-        return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in given.items()}
+        values = {name: value for name, value in asdict(self).items() if plain.get(name, ...) != value}
+        return {"keep": 0} | {FILE_WORDS.get(name, name): value for name, value in values.items()}
 
     @property
     def bits(self) -> tuple[int, int]:
-        """Of keys and of values."""
+        """Return the bits of keys and of values."""
         return self.kv_bits, self.value_bits
 
     @property
     def bit_operands(self) -> dict[str, Any]:
-        """The bits by the operators' names for them, which are PMX's."""
+        """Return the bits by the operators' (PMX's) names."""
         return {"quant_bit": self.kv_bits, "value_bit": self.value_bits}
 
     @property
     def operands(self) -> dict[str, Any]:
-        """The bits and the group by the operators' names for them."""
+        """Return the bits and the group by the operators' names."""
         return self.bit_operands | {"quant_group": self.kv_group_size}
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it keeps rows of each token, in place of one state."""
+        """Return whether the layer stores rows for each token, not one state."""
         return self.kind != "state"
 
     def first(self, length: int, written: int) -> int:
-        """The first token that is still there, of ``length`` that count and ``written`` at most."""
+        """Return the first token still stored of ``length``, if at most ``written`` tokens were written."""
         return 0 if self.window is None else min(length, max(0, written - self.window - self.slack))
 
     def rows(self, length: int, written: int) -> int:
-        """Tokens that are still there."""
+        """Return how many tokens are still stored."""
         return length - self.first(length, written)
 
     def arrays(self, rows: int) -> dict[str, Stored]:
-        """What is stored of ``rows`` tokens of one sequence, by its name."""
+        """Return the arrays that store ``rows`` tokens of one sequence, by name."""
         sides = 2
         parts = [(self.head_dim, self.kv_bits)]
         if (self.value_head_dim, self.value_bits) != parts[0]:
@@ -260,32 +258,31 @@ class LayerFormat:
         shape = (sides, self.num_kv_heads, rows)
         width = sum(width for width, _ in parts)
         row = sum(width * bits for width, bits in parts) // 8 if self.kv_bits else width
-        found: dict[str, Stored] = {"cache": (self.dtype, (*shape, row))}
+        stored: dict[str, Stored] = {"cache": (self.dtype, (*shape, row))}
         if self.kv_bits:
-            found["scale"] = (self.scale_dtype, (*shape, width // self.kv_group_size))
-        return found
+            stored["scale"] = (self.scale_dtype, (*shape, width // self.kv_group_size))
+        return stored
 
     def tail(self, rows: int) -> list[Stored]:
-        """What is stored of ``rows`` exact rows of the tail: nothing, or one array."""
+        """Return the array that stores ``rows`` exact rows of the tail; empty without a tail."""
         if not self.tail_dtype:
             return []
         floats = replace(self, kv_bits=0, value_bits=0, dtype=self.tail_dtype)
         return [floats.arrays(rows)["cache"]]
 
     def tail_pages(self, pages: int) -> list[Stored]:
-        """What is stored of the tails of so many sequences."""
+        """Return the array that stores the tails of ``pages`` sequences; empty without a tail."""
         return self.tail(pages * TAIL_ROWS)
 
     @property
     def transform_arrays(self) -> list[Stored]:
-        """The arrays of its key transform, without the bias split."""
-        parts = self.transform_name.partition(":")[0].split("+")
-        return [
-            ("F32", (self.num_kv_heads, 1, self.head_dim)) for part in ("center", "balance") if part in parts
-        ]
+        """Return the arrays of its key transform, without the bias split."""
+        components = self.transform_name.partition(":")[0].split("+")
+        count = sum(component in components for component in ("center", "balance"))
+        return [("F32", (self.num_kv_heads, 1, self.head_dim))] * count
 
     def tables(self) -> dict[str, Stored]:
-        """The biases that tokens are stored without, by their names."""
+        """Return the arrays of split-off biases, by name."""
         if self.split_pairs is None:
             return {}
         heads = self.num_kv_heads
@@ -296,68 +293,68 @@ class LayerFormat:
 
 
 def describe_formats(formats: Sequence[LayerFormat]) -> str:
-    """How layers store keys and values, in words; "": none does."""
-    rows = [own for own in formats if own.has_tokens]
-    floats = ["/".join(sorted({own.dtype for own in rows if not own.kv_bits}))] if rows else []
-    kinds = sorted({(own.kv_bits, own.value_bits) for own in rows if own.kv_bits})
-    groups = sorted({own.kv_group_size for own in rows} - {0})
+    """Describe in words how layers store keys and values; "" if none does."""
+    rows = [each for each in formats if each.has_tokens]
+    floats = ["/".join(sorted({each.dtype for each in rows if not each.kv_bits}))] if rows else []
+    kinds = sorted({(each.kv_bits, each.value_bits) for each in rows if each.kv_bits})
+    groups = sorted({each.kv_group_size for each in rows} - {0})
     if not kinds:
         return FLOAT_NAMES.get(floats[0], floats[0]) if floats else ""
     alike = " and ".join(str(keys) for keys, values in kinds if keys == values)
-    apart = [f"{keys}-bit keys and {values}-bit values" for keys, values in kinds if keys != values]
-    found = ", ".join([*([f"{alike} bits"] if alike else []), *apart])
-    found += f" in groups of {' or '.join(map(str, groups))}"
-    found += "".join(f" and {FLOAT_NAMES.get(own, own)}" for own in floats if own)
+    mixed = [f"{keys}-bit keys and {values}-bit values" for keys, values in kinds if keys != values]
+    text = ", ".join([*([f"{alike} bits"] if alike else []), *mixed])
+    text += f" in groups of {' or '.join(map(str, groups))}"
+    text += "".join(f" and {FLOAT_NAMES.get(each, each)}" for each in floats if each)
     fitted = ["scales fitted"] if any(FITTED_BITS in kind for kind in kinds) else []
-    transforms = Counter(own.transform_name.partition(":")[0] for own in rows)
+    transforms = Counter(each.transform_name.partition(":")[0] for each in rows)
     changes = [
         describe_transform(name) + ("" if count == len(rows) else f" in {count} of {len(rows)} layers")
         for name, count in sorted(transforms.items())
         if name
     ]
-    with_tail = sum(bool(own.tail_dtype) for own in rows)
+    with_tail = sum(bool(each.tail_dtype) for each in rows)
     tails = [f"first {SINKS} and last {TAIL_WINDOW} tokens exact"] if with_tail else []
     if with_tail not in (0, len(rows)):
         tails = [f"{tails[0]} in {with_tail} of {len(rows)} layers"]
-    return ", ".join([found, *fitted, *changes, *tails])
+    return ", ".join([text, *fitted, *changes, *tails])
 
 
 def describe_transform(name: str) -> str:
-    """Say in words what a key transform of this name does, such as "keys and values rotated"."""
-    parts = [part for part in name.split("+") if part != VALUES]
-    changes = "+".join(KEY_WORDS.get(part, part) for part in parts)
+    """Describe in words what a key transform does, such as "keys and values rotated"."""
+    components = [component for component in name.split("+") if component != VALUES]
+    changes = "+".join(KEY_WORDS.get(component, component) for component in components)
     if VALUES not in name:
         return f"keys {changes}"
-    if parts == ["rotate"]:
+    if components == ["rotate"]:
         return "keys and values rotated"
-    return f"keys {changes}, values rotated" if parts else "values rotated"
+    return f"keys {changes}, values rotated" if components else "values rotated"
 
 
 def stored_of(arrays: Iterable[mx.array | None]) -> tuple[Stored | None, ...]:
-    """What some arrays are."""
+    """Return the dtypes and shapes of arrays."""
     return tuple(None if array is None else (DTYPE_NAMES[array.dtype], array.shape) for array in arrays)
 
 
 def narrow_window(window: int | None, max_seq_len: int) -> int | None:
-    """A layer's window; None where no sequence of so many tokens outgrows it."""
+    """Return a layer's window, or None if sequences of ``max_seq_len`` tokens never outgrow it."""
     return window if window is not None and window < max_seq_len else None
 
 
 def stored_bytes(stored: Stored) -> int:
-    """Bytes of an array."""
+    """Return the bytes of an array."""
     dtype, shape = stored
     return DTYPES[dtype].size * math.prod(shape)
 
 
 def array_bytes(array: mx.array) -> bytes | memoryview:
-    """What is in an array."""
+    """Return the contents of an array."""
     if not array.size:
         return b""
     return memoryview(mx.view(mx.contiguous(array).reshape(-1), mx.uint8))  # type: ignore[arg-type]
 
 
 def as_array(data: bytearray, stored: Stored) -> mx.array:
-    """The array of these bytes, which are as many as it has."""
+    """Return the array with these contents, which must have its size."""
     dtype, shape = stored
     if not data:
         return mx.zeros(shape, DTYPES[dtype])
@@ -366,26 +363,26 @@ def as_array(data: bytearray, stored: Stored) -> mx.array:
 
 
 def stored_dtype(kv_bits: int, value_bits: int = 0) -> str:
-    """The dtype of quantized keys and values."""
+    """Return the dtype of quantized keys and values."""
     return DTYPE_NAMES[quantized_dtype(kv_bits, value_bits)]
 
 
 def check_number(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> int:
-    """An int in a range."""
+    """Return the value if it is an int in the range; otherwise raise a ValueError."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {_shown(value)}; expected an int from {least} to {most}")
     return value
 
 
 def check_numbers(name: str, value: object, least: int = 0, most: int = MAX_NUMBER) -> tuple[int, ...]:
-    """A list of :func:`check_number`."""
+    """Return a list of ints in the range; otherwise raise a ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"{name} is {_shown(value)}; expected a list")
     return tuple(check_number(f"{name}[{i}]", number, least, most) for i, number in enumerate(value))
 
 
 def parse_stored(raw: object) -> Stored | None:
-    """A dtype and a shape of JSON, or nothing."""
+    """Parse a dtype and a shape from JSON, or None."""
     if raw is None:
         return None
     if not isinstance(raw, list) or len(raw) != 2 or raw[0] not in DTYPES:
@@ -397,21 +394,21 @@ def _shown(value: object) -> str:
     return repr(value)[:80]
 
 
-def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserved: int) -> str | None:
-    """The field in which a snapshot's layer differs from a cache's, and both values; None: its tokens fit.
+def difference(stored: LayerFormat, ours: LayerFormat, stored_reserved: int, reserved: int) -> str | None:
+    """Return the field in which a snapshot's layer differs from ours, with both values, or None if it fits.
 
-    A layer whose reservation is inside its window has none.
+    A layer has no window if its reservation is inside it.
     """
     ignored: tuple[str, ...] = ("tail_dtype",)  # the quantized rows are complete without it
-    if given.kind == own.kind == "state" and len(given.state) == len(own.state):
+    if stored.kind == ours.kind == "state" and len(stored.state) == len(ours.state):
         ignored = ("state", "tail_dtype")
-    elif _inside(given, given_reserved, own) or _inside(own, reserved, given):
+    elif _inside(stored, stored_reserved, ours) or _inside(ours, reserved, stored):
         ignored = ("window", "slack", "tail_dtype")
-    expected = asdict(own)
-    for name, value in asdict(given).items():
+    expected = asdict(ours)
+    for name, value in asdict(stored).items():
         if name not in ignored and value != expected[name]:
             hint = ""
-            if name == "transform_name" and given.kv_bits:
+            if name == "transform_name" and stored.kv_bits:
                 other = "another kv_format" if value else "kv_format pmx"
                 hint = f" (it was written with {other}, or by an older kvant)"
             return f"{name} is {_shown(value)}; expected {_shown(expected[name])}{hint}"
@@ -419,5 +416,5 @@ def difference(given: LayerFormat, own: LayerFormat, given_reserved: int, reserv
 
 
 def _inside(whole: LayerFormat, reserved: int, other: LayerFormat) -> bool:
-    """Whether a layer keeps every token because its reservation is inside the other's window."""
+    """Return whether a layer stores every token because its reservation is inside the other's window."""
     return whole.window is None and other.window is not None and reserved <= other.window

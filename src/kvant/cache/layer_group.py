@@ -1,4 +1,4 @@
-"""The arrays of a pool's layers, and the pages that a sequence has in them."""
+"""The arrays of a pool's layers, and the page tables of sequences."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,10 +22,10 @@ class PageTable:
     """The pages of one sequence in the layers that share them, in the order of positions.
 
     Attributes:
-        first: the first position whose row is still there; 0 unless pages move.
-        pages: page 0 is that of position ``first``.
-        limit: pages that it may have at once.
-        moves: its window's pages move along with it; else it keeps those of all its tokens.
+        first: the first position whose row is still stored; 0 unless pages move.
+        pages: the first one contains position ``first``.
+        limit: the most pages that it may have at once.
+        moves: whether its pages follow the window; if not, they store all tokens.
     """
 
     first: int
@@ -35,7 +35,7 @@ class PageTable:
 
     @property
     def start(self) -> int:
-        """The position of the first row of the first page."""
+        """Return the position of the first row of the first page."""
         return self.first // PAGE_SIZE * PAGE_SIZE
 
 
@@ -44,14 +44,14 @@ class PoolLayer:
     """A layer's rows.
 
     Attributes:
-        format: of its tokens.
-        transform: what keys go through before they are stored, and queries before they attend.
+        format: the format of its tokens.
+        transform: applied to keys before they are stored, and to queries before they attend.
         use: how it calls the fused kernel, if that is used.
-        backend: runs the fused kernel for steps of up to 8 new tokens a sequence; None: every step is
+        backend: runs the fused kernel for steps of up to 8 new tokens per sequence; None: all steps are
             unfused.
-        arrays: values (2, K, T, D'), and where they are quantized scales (2, K, T, D/G). Nothing else may
-            hold them, or a slice of them: MLX would copy the whole array at the next append.
-        exact_arrays: the floats of exact tails, one array (2, K, rows, D), or none. As above.
+        arrays: values (2, K, T, D') and, if quantized, scales (2, K, T, D/G). Nothing else may reference
+            them or a slice of them, or MLX copies the whole array at the next append.
+        exact_arrays: one array (2, K, rows, D) of floats for exact tails, or none. The same rule applies.
     """
 
     format: LayerFormat
@@ -60,13 +60,13 @@ class PoolLayer:
     backend: Backend | None = None
     arrays: list[mx.array] = field(default_factory=list)
     exact_arrays: list[mx.array] = field(default_factory=list)
-    operands: dict[str, Any] = field(init=False)  # bits and group, by the operators' names for them
+    operands: dict[str, Any] = field(init=False)  # bits and group by the operators' names
 
     def __post_init__(self) -> None:
         self.operands = self.format.operands
 
     def allocate(self, rows: int, sequences: int) -> None:
-        """Allocate the arrays and touch them; they never grow. ``sequences``: that have a tail at once."""
+        """Allocate and touch the arrays, which never grow, with tails for this many sequences."""
         stored = self.format.arrays(rows).values()
         self.arrays.extend(mx.zeros(shape, DTYPES[dtype]) for dtype, shape in stored)
         tails = self.format.tail_pages(sequences)
@@ -74,41 +74,41 @@ class PoolLayer:
         mx.eval(self.arrays, self.exact_arrays, self.transform.arrays)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.arrays.clear()
         self.exact_arrays.clear()
 
     def watch(self, transform: KeyTransform) -> None:
-        """Have queries and keys go through another transform, which counts them, before any token is fed."""
+        """Replace the transform by one that observes queries and keys, before any token is fed."""
         self.transform = transform
 
     def tables(self) -> dict[str, mx.array]:
-        """The biases that tokens are stored without, by their names in a snapshot."""
+        """Return the split-off biases, by their names in a snapshot."""
         split = self.transform.bias_split
         return {} if split is None else {"key_bias": split.key_bias, "value_bias": split.value_bias}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays and of the key transform's."""
+        """Return the bytes of the arrays and of the key transform."""
         return sum(array.nbytes for array in (*self.arrays, *self.exact_arrays, *self.transform.arrays))
 
 
 class LayerGroup:
-    """The layers that share page tables; here those that see all tokens.
+    """Layers that share page tables; in this class, those that see all tokens.
 
-    A sequence is given all its pages when it is opened, as far as pages are free. The others are promised:
-    until the sequence writes there, prefixes that nobody reads now stay in them. The promises to all
-    sequences are never more than there are pages, so a page is always found.
-    :class:`~kvant.cache.window_layer_group.WindowLayerGroup` are the layers of one window width.
+    A new sequence gets all its pages at once if they are free. The missing ones are promised: until the
+    sequence writes there, they may store prefixes that no sequence reads. There are never more promises than
+    pages, so a promised page is always available.
+    :class:`~kvant.cache.window_layer_group.WindowLayerGroup` is for the layers of one window width.
 
     Attributes:
-        window: tokens that a query sees, its own included; None: all.
-        in_chunks: a query sees its own chunk of ``window`` tokens, as in Llama 4.
-        layers: their rows.
-        pages: of each of these layers.
+        window: tokens that a query sees, including its own; None: all.
+        in_chunks: whether a query sees its own chunk of ``window`` tokens, as in Llama 4.
+        layers: the layers' rows.
+        pages: the reference counts of the pages, which all these layers have.
         prefix: the pages that new sequences may share.
-        promised: pages that sequences may have but have not been given.
-        is_fused: whether the fused kernel takes steps of a few tokens.
+        promised: pages that sequences may still request.
+        is_fused: whether the fused kernel runs steps of a few tokens.
     """
 
     window: int | None = None
@@ -117,7 +117,7 @@ class LayerGroup:
     def __init__(
         self, layers: Sequence[PoolLayer], num_pages: int, checkpoints: int = 0, *, logs_copies: bool = False
     ) -> None:
-        """``checkpoints``: of the prefix index. ``logs_copies``: note copies for :meth:`take_copies`."""
+        """``checkpoints``: of the prefix index. ``logs_copies``: record copies for :meth:`take_copies`."""
         self.layers = tuple(layers)
         self.pages = Pages(num_pages)
         self.prefix = PrefixIndex(self.pages, checkpoints)
@@ -127,17 +127,17 @@ class LayerGroup:
         self.is_fused = any(layer.backend is not None for layer in layers)
 
     def limit(self, max_tokens: int) -> int:
-        """Return the pages that a sequence may have at once."""
+        """Return how many pages a sequence may have at once."""
         return pages_for(max_tokens)
 
     @property
     def num_free(self) -> int:
-        """Pages that a new sequence could have: also those that only the prefix index holds."""
+        """Return how many pages a new sequence could have, including those that only the index references."""
         return self._room
 
     @property
     def _room(self) -> int:
-        """Pages that can be taken now."""
+        """Return how many pages can be allocated now."""
         return self.pages.num_free + self.prefix.num_idle - self.promised
 
     def first_seen(self, length: int) -> int:
@@ -145,21 +145,21 @@ class LayerGroup:
         return 0
 
     def first_read(self, length: int) -> int:
-        """Return the first position that is read for the query at position ``length``."""
+        """Return the first position to read for the query at position ``length``."""
         return self.first_seen(length)
 
     def seen(self, page_hashes: Sequence[bytes], rest: int = 0) -> Sequence[bytes]:
-        """Return the hashes of a text's pages that the token ``rest`` tokens behind them sees."""
+        """Return the hashes of those pages of a text that the token ``rest`` tokens after them sees."""
         return page_hashes[self.first_seen(len(page_hashes) * PAGE_SIZE + rest) // PAGE_SIZE :]
 
     def oldest_length(self, table: PageTable) -> int:
-        """Return the shortest length, except 0, that a table has the rows to go back to."""
+        """Return the shortest length above 0 that a table has the rows to go back to."""
         return 0
 
     def take_in(
         self, digest: bytes, before: bytes, ids: Sequence[int], layer_rows: Sequence[mx.array]
     ) -> bool:
-        """Put a page with these :meth:`page_rows` into the index; return whether there was room for it."""
+        """Put a page with these :meth:`page_rows` into the index; return whether there was room."""
         if self._room < 1:
             return False
         (page,) = self._take(1)
@@ -171,7 +171,7 @@ class LayerGroup:
     def open(self, page_hashes: Sequence[bytes], max_tokens: int, rest: int = 0) -> PageTable:
         """Return a table for ``max_tokens`` tokens that shares the pages with these hashes.
 
-        ``rest``: tokens behind them that are to be copied.
+        ``rest``: tokens after them that will be copied.
         """
         seen = self.seen(page_hashes, rest)
         table = self._table(max_tokens, (len(page_hashes) - len(seen)) * PAGE_SIZE, self.prefix.hold(seen))
@@ -180,7 +180,7 @@ class LayerGroup:
     def fork(self, table: PageTable, length: int, max_tokens: int) -> PageTable:
         """Return a table that shares whole pages with another, for a sequence of the same ``length`` tokens.
 
-        A last page that is not whole is copied at once: both sequences are going to write there.
+        A partial last page is copied at once, because both sequences will write there.
         """
         whole = (length - table.start) // PAGE_SIZE
         rest = length % PAGE_SIZE
@@ -192,9 +192,9 @@ class LayerGroup:
         return made
 
     def copy_alike(self, table: PageTable, length: int, before: bytes, ids: Sequence[int]) -> int:
-        """Copy rows behind the first ``length``, whole pages, from a page that begins with the same tokens.
+        """Copy rows after the first ``length`` tokens (whole pages) from a page that begins with ``ids``.
 
-        ``before``: the hash of the text so far. Returns how many of the tokens ``ids`` behind it are copied.
+        ``before``: the hash of the text so far. Returns how many of the tokens ``ids`` were copied.
         """
         page, count = self.prefix.most_alike(before, ids)
         if count:
@@ -203,17 +203,17 @@ class LayerGroup:
         return count
 
     def close(self, table: PageTable) -> None:
-        """Give a table's pages back."""
+        """Release a table's pages."""
         self.promised -= self._missing(table)
         self.pages.release(table.pages)
         table.pages = []
         table.limit = 0
 
     def go_back(self, table: PageTable, length: int) -> None:
-        """Become a table of so many tokens: later ones overwrite the rows behind them."""
+        """Shorten a table to ``length`` tokens; here nothing to do, as new tokens overwrite later rows."""
 
     def begin_at(self, table: PageTable, first: int, length: int) -> None:
-        """Give an empty table pages for ``length`` tokens, whose rows from ``first`` on will be written."""
+        """Allocate pages of an empty table for ``length`` tokens; rows from ``first`` on will be written."""
         if first:
             raise ValueError(
                 f"tokens before {first} are forgotten; a cache without a window needs all of them"
@@ -221,15 +221,15 @@ class LayerGroup:
         self.make_room([table], [0], length)
 
     def must_defer(self, table: PageTable, length: int, new_tokens: int) -> bool:
-        """Return whether new tokens would take the place of rows that they, or others in their place, see."""
+        """Return whether new tokens would overwrite rows that they, or tokens in their place, see."""
         return False
 
     def advance(self, table: PageTable, start: int, end: int) -> None:
-        """Have pages for the rows of positions ``start`` to ``end``."""
+        """Allocate pages for positions ``start`` to ``end``."""
         self._extend(table, end)
 
     def make_room(self, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int) -> None:
-        """Give each table pages of its own for new tokens behind ``lengths``; copy pages that are shared."""
+        """Give each table unshared pages for new tokens after ``lengths``; copy shared pages."""
         for table, length in zip(tables, lengths, strict=True):
             self.advance(table, length, length + new_tokens)
         if not self.pages.num_shared:
@@ -246,37 +246,37 @@ class LayerGroup:
         if not shared:
             return
         if self._copies(counts, shared) > self._room:
-            for page in shared:  # a page that only the index holds besides is no longer shared
+            for page in shared:  # a page that is only shared with the index becomes unshared
                 self.prefix.forget(page)
         if (needed := self._copies(counts, shared)) > self._room:
             raise ContextError(
-                f"{needed} shared pages are to be written; of {self.pages.num} pages {self._room} are free "
-                f"for a copy"
+                f"{needed} shared pages need a copy to be written; {self._room} of {self.pages.num} pages "
+                f"are free"
             )
         for table, number, rows in written:
             page = table.pages[number]
             if self.pages.refcount(page) > 1:
-                (own,) = self._take(1)
+                (fresh,) = self._take(1)
                 if rows:
-                    self.copy(page, own, rows)
-                table.pages[number] = own
+                    self.copy(page, fresh, rows)
+                table.pages[number] = fresh
                 self.pages.release([page])
 
     def _table(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
         return PageTable(first, [*pages], self.limit(max_tokens))
 
     def _extend(self, table: PageTable, end: int) -> None:
-        """Take the pages of positions up to ``end`` that it has not got yet."""
+        """Allocate the missing pages of positions up to ``end``."""
         missing = max(0, pages_for(end - table.start) - len(table.pages))
         table.pages += self._take(missing)
         self.promised -= missing
 
     def _missing(self, table: PageTable) -> int:
-        """Return the pages that are promised to a table."""
+        """Return how many pages are promised to a table."""
         return table.limit - len(table.pages)
 
     def _reserve(self, table: PageTable, max_tokens: int) -> PageTable:
-        """Promise a new table its pages, and give it those that are free."""
+        """Promise a new table its pages, and allocate those that are free."""
         self._promise(table, max_tokens)
         self._extend(
             table, table.start + min(len(table.pages) + self.pages.num_free, table.limit) * PAGE_SIZE
@@ -284,7 +284,7 @@ class LayerGroup:
         return table
 
     def _promise(self, table: PageTable, max_tokens: int) -> None:
-        """Promise a new table its pages; give back those that it has, and raise, if there are too few."""
+        """Promise a new table its pages; if there are too few, release those that it has, and raise."""
         needed = self._missing(table)
         if needed > self.num_free:
             free = self.num_free
@@ -301,11 +301,11 @@ class LayerGroup:
         return self.pages.allocate(count)
 
     def _copies(self, counts: Counter[int], shared: Sequence[int]) -> int:
-        """Return the pages that writers of shared pages need: the last holder of one keeps it."""
+        """Return how many pages writers of shared pages need: the last user of a page keeps it."""
         return sum(min(counts[page], self.pages.refcount(page) - 1) for page in shared)
 
     def copy(self, page: int, to: int, rows: int) -> None:
-        """Copy the first rows of a page to another, in all layers."""
+        """Copy the first rows of a page to another one, in all layers."""
         if self._logs_copies:
             self._copied.append((page, to, rows))
         layer_rows = self.page_rows(page, rows)
@@ -313,13 +313,13 @@ class LayerGroup:
         self.put_page(to, layer_rows)
 
     def take_copies(self) -> list[tuple[int, int, int]]:
-        """Return page, page and number of rows of each copy since the last call, if copies are noted."""
+        """Return (from page, to page, rows) of each copy since the last call, if copies are recorded."""
         copied = self._copied
         self._copied = []
         return copied
 
     def page_rows(self, page: int, rows: int) -> list[mx.array]:
-        """The first rows of a page, of each array of each layer; copies."""
+        """Return copies of the first rows of a page, for each array of each layer."""
         first = page * PAGE_SIZE
         return [
             mx.contiguous(array[:, :, first : first + rows])
@@ -328,30 +328,30 @@ class LayerGroup:
         ]
 
     def put_page(self, page: int, layer_rows: Sequence[mx.array]) -> None:
-        """Write the first rows of a page, as :meth:`page_rows` gave them."""
+        """Write the result of :meth:`page_rows` to a page."""
         first = page * PAGE_SIZE
         arrays = [array for layer in self.layers for array in layer.arrays]
-        for array, part in zip(arrays, layer_rows, strict=True):
-            array[:, :, first : first + part.shape[2]] = part
+        for array, rows in zip(arrays, layer_rows, strict=True):
+            array[:, :, first : first + rows.shape[2]] = rows
 
 
 def kernel_of(
-    own: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool
+    layer: LayerFormat, kernels: str | None, dtype: mx.Dtype, num_heads: int | None, may_have_sinks: bool
 ) -> tuple[KernelUse, Backend | None]:
-    """Return how a layer calls the fused kernel, and what runs it; None: unfused. Arguments as of Pool."""
+    """Return how a layer calls the fused kernel, and its backend or None. Arguments are those of Pool."""
     use = KernelUse(
-        own.head_dim,
-        own.value_head_dim,
+        layer.head_dim,
+        layer.value_head_dim,
         dtype,
-        own.kv_bits,
-        own.kv_group_size,
-        DTYPES[own.scale_dtype or "F16"],
-        None if num_heads is None else num_heads // own.num_kv_heads,
-        None if own.split_pairs is None else len(own.split_pairs),
-        mask=own.kind == "chunks",  # the model's own says which are seen
+        layer.kv_bits,
+        layer.kv_group_size,
+        DTYPES[layer.scale_dtype or "F16"],
+        None if num_heads is None else num_heads // layer.num_kv_heads,
+        None if layer.split_pairs is None else len(layer.split_pairs),
+        mask=layer.kind == "chunks",  # the model passes one
         sinks=may_have_sinks,
-        window=None if own.kind == "chunks" else own.window,
-        value_bit=own.value_bits,
-        tail_dtype=DTYPES[own.tail_dtype] if own.tail_dtype else None,
+        window=None if layer.kind == "chunks" else layer.window,
+        value_bit=layer.value_bits,
+        tail_dtype=DTYPES[layer.tail_dtype] if layer.tail_dtype else None,
     )
     return use, resolve(kernels, use.unsupported_reason, [use])

@@ -1,4 +1,4 @@
-"""How a model's caches store their tokens, as a user chooses it."""
+"""The user's choice of how a model's caches store their tokens."""
 
 import math
 from collections.abc import Mapping
@@ -23,23 +23,22 @@ class CacheOptions:
     """How caches and pools store their tokens.
 
     Attributes:
-        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. Of a format the fewest of quantized
-            ones.
-        kv_group_size: elements of a head that share one scale; without meaning at 0 bits. Of a format the
-            smallest. None: 32, or the greatest common divisor of 32 and the heads' width.
-        bias_split: the projections' biases stay out of the cache, and attention adds them exactly.
-        kernels: "fused" or "unfused"; None: KVANT_KERNELS, else fused on a GPU that it works on.
-        checkpoints: places in texts that can be gone back to, where windows and states move on: so many at
-            once.
-        kv_format: of each layer, as ``kvant report --tune`` measured it; None: all have the same.
-        rotates: without a format, keys that are quantized go through a Hadamard transform, as in
-            :class:`kvant.operators.key_transform.KeyTransform`. A caller's ``kv_format="pmx"`` turns it off.
-        rotates_values: then values of 4 bits do as well. False is for files of earlier versions.
-        tail: whether layers that quantize store the first and the last tokens of a sequence exactly as well
-            (:mod:`kvant.operators.exact_rows`). None: those of 4 bits do, unless ``kv_format`` is ``"pmx"``.
+        kv_bits: of a key or value: 8, 4, or 0 for the compute dtype. With a format: its fewest quantized
+            bits.
+        kv_group_size: elements of a head that share one scale; ignored at 0 bits. With a format: its smallest
+            group. None: 32, or the greatest common divisor of 32 and the heads' width.
+        bias_split: store tokens without the projections' biases, which attention adds exactly.
+        kernels: "fused" or "unfused"; None: KVANT_KERNELS, or else fused on a GPU where it works.
+        checkpoints: the most places in texts to which sequences with windows or states can go back.
+        kv_format: the format of each layer, as ``kvant report --tune`` measured it; None: all are alike.
+        rotates: without a format, quantized keys go through a Hadamard transform, as in
+            :class:`kvant.operators.key_transform.KeyTransform`. ``kv_format="pmx"`` turns it off.
+        rotates_values: with ``rotates``, 4-bit values do too. False is for files of earlier versions.
+        tail: whether quantizing layers also store the first and the last tokens of a sequence exactly
+            (:mod:`kvant.operators.exact_rows`). None: at 4 bits, unless ``kv_format`` is ``"pmx"``.
 
     Raises:
-        ArgumentError: a field out of range. Whether a group divides a head is checked with the model.
+        ArgumentError: a field is out of range. The group is checked against heads with the model.
     """
 
     kv_bits: int = DEFAULT_KV_BITS
@@ -54,9 +53,9 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         if type(self.kv_format) not in (KVFormat, type(None)):
-            given = f"{self.kv_format!r:.80}"
+            shown = f"{self.kv_format!r:.80}"
             raise ArgumentError(
-                "kv_format", f"is {given}; CacheOptions.from_keywords takes a file, or {PMX!r}"
+                "kv_format", f"is {shown}; CacheOptions.from_keywords takes a file, or {PMX!r}"
             )
         if self.kv_format is not None:
             quantized = [layer for layer in self.kv_format.layers if layer.kv_bits] or self.kv_format.layers
@@ -94,16 +93,16 @@ class CacheOptions:
         kv_format: KVFormat | str | Path | None = None,
         kv_tail: bool | None = None,
     ) -> Self:
-        """Return the options that a caller asks for by keywords.
+        """Return the options for a caller's keywords.
 
         Args:
-            kv_bits, kv_group_size: None: the default, or those of ``kv_format``, which they can only confirm.
+            kv_bits, kv_group_size: None: the default or those of ``kv_format``; others must equal those.
             bias_split, kernels, checkpoints: see :class:`CacheOptions`.
             kv_format: a tuned format, its file, or ``"pmx"``.
-            kv_tail: whether there is an exact tail: ``tail`` of :class:`CacheOptions`.
+            kv_tail: the ``tail`` of :class:`CacheOptions`.
 
         Raises:
-            ArgumentError: a value out of range, or two that contradict each other.
+            ArgumentError: a value is out of range, or two contradict each other.
         """
         bits = DEFAULT_KV_BITS if kv_bits is None else kv_bits
         if kv_format == PMX and not bits:
@@ -120,19 +119,19 @@ class CacheOptions:
             rotates=kv_format != PMX,
             tail=kv_tail,
         )
-        for name, given in (("kv_bits", kv_bits), ("kv_group_size", kv_group_size)):
-            if given not in (None, getattr(made, name)):
-                raise ArgumentError(name, f"is {given!r:.80}; it goes by the", "kv_format")
+        for name, value in (("kv_bits", kv_bits), ("kv_group_size", kv_group_size)):
+            if value not in (None, getattr(made, name)):
+                raise ArgumentError(name, f"is {value!r:.80}; it goes by the", "kv_format")
         return made
 
     def as_json(self) -> dict[str, Any]:
-        """Return the options as numbers, text and lists."""
+        """Return the options as JSON values."""
         stored = {option.name: getattr(self, option.name) for option in fields(self)}
         return stored | {"kv_format": self.kv_format and self.kv_format.as_json()}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
-        """Return the options that :meth:`as_json` gave."""
+        """Parse the result of :meth:`as_json`."""
         kv_format = stored["kv_format"]
         return cls(**{**stored, "kv_format": kv_format and KVFormat.of(kv_format)})
 
@@ -140,9 +139,9 @@ class CacheOptions:
         """Return how a layer stores its tokens.
 
         Args:
-            number: of the layer, of those that keep keys and values.
-            can_rotate, can_rotate_values: whether its keys, and its values, can go through a Hadamard
-                transform. A tuned format has decided that itself.
+            number: of the layer, among those with keys and values.
+            can_rotate, can_rotate_values: whether its keys and its values can go through a Hadamard
+                transform; ignored with a tuned format.
         """
         if self.kv_format is not None:
             return self.kv_format.layers[number]
@@ -157,14 +156,14 @@ class CacheOptions:
 
     @property
     def any_tail(self) -> bool:
-        """Whether layers that quantize have an exact tail; of a tuned format all of them, or none."""
+        """Return whether quantizing layers have an exact tail, all of them or none."""
         if self.tail is None:
             return self.rotates and self.kv_bits == FITTED_BITS
         return self.tail
 
     @property
     def warning(self) -> str:
-        """What is known to hurt about the format, with a figure; empty: nothing."""
+        """Return a warning about the format's known loss of quality, or ""."""
         if self.kv_bits != FITTED_BITS or self.any_tail:
             return ""
         share = "11 %" if self.rotates else "20 %"
@@ -174,27 +173,29 @@ class CacheOptions:
         )
 
     def has_tail(self, choice: LayerChoice) -> bool:
-        """Return whether a layer that stores its tokens so has an exact tail."""
+        """Return whether a layer with this choice has an exact tail."""
         return self.any_tail and bool(choice.kv_bits)
 
     def of_layer(self, number: int) -> "CacheOptions":
-        """Those of a cache of this layer alone."""
+        """Return the options for a cache of only this layer."""
         tuned = self.kv_format and replace(self.kv_format, layers=(self.layer(number),))
         return replace(self, kv_format=tuned)
 
     def at(self, kv_bits: int) -> "CacheOptions":
-        """The same with so many bits in every layer, and no format."""
+        """Return the same options with these bits in every layer, and no format."""
         group = self.kv_group_size if self.kv_format is None else None
         return replace(self, kv_bits=kv_bits, kv_group_size=group, kv_format=None)
 
     @property
     def group_size(self) -> int:
-        """The group size before it is fitted to the widths of heads."""
+        """Return the group size before it is fitted to head widths."""
         return self.kv_group_size or DEFAULT_KV_GROUP_SIZE
 
     def fitted(self, width: int) -> "CacheOptions":
-        """Return the options for heads of this width: without a group size, it becomes one that divides
-        them. Raise a ValueError if heads of this width cannot be stored so.
+        """Return the options with a group size that divides heads of this width.
+
+        Raises:
+            ValueError: heads of this width cannot be stored with these options.
         """
         group = self.kv_group_size or math.gcd(DEFAULT_KV_GROUP_SIZE, width)
         made = self if group == self.kv_group_size else replace(self, kv_group_size=group)
@@ -202,9 +203,9 @@ class CacheOptions:
         return made
 
     def check_head(self, width: int) -> None:
-        """Raise a ValueError unless heads of this width can be stored so."""
+        """Raise a ValueError unless heads of this width can be stored with these options."""
         layers = [self.layer(0)] if self.kv_format is None else self.kv_format.layers
-        kinds = [(bits, own.kv_group_size) for own in layers for bits in (own.kv_bits, own.value_bits)]
+        kinds = [(bits, each.kv_group_size) for each in layers for bits in (each.kv_bits, each.value_bits)]
         for kind in dict.fromkeys(kinds):
             check_quantization(*kind, width, names=("kv_bits", "kv_group_size"))
 
@@ -213,6 +214,6 @@ DEFAULT_OPTIONS = CacheOptions()
 
 
 def check_cache_options(options: object) -> None:
-    """Raise a TypeError for options that are no CacheOptions."""
+    """Raise a TypeError unless these are CacheOptions."""
     if not isinstance(options, CacheOptions):
         raise TypeError(f"options is a {type(options).__name__}; expected a kvant.cache.CacheOptions")

@@ -1,4 +1,4 @@
-"""Pages of a pool: which are free, and how many hold each. No arrays."""
+"""The reference counts of a pool's pages. It has no arrays."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
@@ -7,23 +7,22 @@ from kvant.errors import ContextError
 
 PAGE_SIZE = 128  # rows; PMX's default
 
-Run = tuple[int, int]  # the first row of some that lie side by side, and the one behind the last
+Run = tuple[int, int]  # first row and end (exclusive) of contiguous rows
 
 
 class Pages:
-    """The pages 0 to ``num - 1``. A page that nobody holds is free."""
+    """The reference counts of pages 0 to ``num - 1``. A page without references is free."""
 
     def __init__(self, num: int) -> None:
         self.num = self.num_free = num
-        self.num_shared = 0  # pages that are held more than once
+        self.num_shared = 0  # pages with more than one reference
         self._holders = [0] * num
-        self._free = [(0, num)] if num else []  # the first page and the number of each free stretch, in order
+        self._free = [(0, num)] if num else []  # first page and length of each free stretch, in order
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` free pages, held once, as few stretches as there are.
+        """Return ``count`` free pages in few stretches, each with one reference.
 
-        The smallest stretch that is long enough is taken, so that long ones stay; where none is, the longest
-        first.
+        It uses the smallest stretch that is long enough, to save the long ones, or else the longest first.
         """
         if count > self.num_free:
             raise ContextError(f"{count} pages are needed; {self.num_free} of {self.num} are free")
@@ -31,26 +30,26 @@ class Pages:
         while len(pages) < count:
             missing = count - len(pages)
             fitting = [length for _, length in self._free if length >= missing]
-            wanted = min(fitting) if fitting else max(length for _, length in self._free)
-            place = next(i for i, (_, length) in enumerate(self._free) if length == wanted)
+            stretch = min(fitting) if fitting else max(length for _, length in self._free)
+            place = next(i for i, (_, length) in enumerate(self._free) if length == stretch)
             first = self._free[place][0]
-            taken = min(wanted, missing)
-            self._free[place : place + 1] = [(first + taken, wanted - taken)] if wanted > taken else []
-            pages += range(first, first + taken)
+            used = min(stretch, missing)
+            self._free[place : place + 1] = [(first + used, stretch - used)] if stretch > used else []
+            pages += range(first, first + used)
         for page in pages:
             self._holders[page] = 1
         self.num_free -= count
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Hold pages once more."""
+        """Add a reference to each page."""
         for page in pages:
             assert self._holders[page], f"page {page} is free"
             self._holders[page] += 1
             self.num_shared += self._holders[page] == 2
 
     def release(self, pages: Sequence[int]) -> None:
-        """Hold pages once less."""
+        """Remove a reference from each page."""
         for page in pages:
             assert self._holders[page], f"page {page} is free"
             self._holders[page] -= 1
@@ -59,7 +58,7 @@ class Pages:
                 self._add_free(page)
 
     def hold_only(self, pages: Collection[int]) -> None:
-        """Hold these once, and no others."""
+        """Give these pages one reference each, and free all others."""
         self.num_free = self.num_shared = 0
         self._holders = [int(page in pages) for page in range(self.num)]
         self._free = []
@@ -68,11 +67,11 @@ class Pages:
                 self._add_free(page)
 
     def refcount(self, page: int) -> int:
-        """How many hold a page."""
+        """Return the number of references to a page."""
         return self._holders[page]
 
     def _add_free(self, page: int) -> None:
-        """Make a page free and join it with its free neighbours."""
+        """Free a page and join it with its free neighbours."""
         place = bisect_left(self._free, (page, 0))
         first = page
         last = page + 1
@@ -92,20 +91,20 @@ def runs(pages: Sequence[int], first: int, end: int) -> list[Run]:
     if first >= end:
         return []
     used = pages[first // PAGE_SIZE : pages_for(end)]
-    found: list[Run] = []
+    runs: list[Run] = []
     begin = last = used[0]
     for page in used[1:]:
         if page != last + 1:
-            found.append((begin * PAGE_SIZE, (last + 1) * PAGE_SIZE))
+            runs.append((begin * PAGE_SIZE, (last + 1) * PAGE_SIZE))
             begin = page
         last = page
-    found.append((begin * PAGE_SIZE, (last + 1) * PAGE_SIZE))
-    # Of the first page and the last one, parts.
-    found[0] = (found[0][0] + first % PAGE_SIZE, found[0][1])
-    found[-1] = (found[-1][0], found[-1][1] - (-end % PAGE_SIZE))
-    return found
+    runs.append((begin * PAGE_SIZE, (last + 1) * PAGE_SIZE))
+    # The first and the last page may be partial.
+    runs[0] = (runs[0][0] + first % PAGE_SIZE, runs[0][1])
+    runs[-1] = (runs[-1][0], runs[-1][1] - (-end % PAGE_SIZE))
+    return runs
 
 
 def pages_for(num_tokens: int) -> int:
-    """Pages that so many tokens take."""
+    """Return the number of pages for this many tokens."""
     return -(-num_tokens // PAGE_SIZE)

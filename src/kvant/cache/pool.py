@@ -33,66 +33,68 @@ __all__ = ["Pool", "PoolSequence", "check_sizes", "pool_bytes", "single_rows", "
 
 
 class Pool:
-    """Sequences of one memory, and the steps that they take together. ``model.make_pool`` makes it.
+    """The memory of several sequences, and the steps that they take together. ``model.make_pool`` makes it.
 
-    All memory is allocated, and touched, at once; it never grows. A layer's arrays are those of PMX's dynamic
+    All memory is allocated and touched at once; it never grows. A layer's arrays are those of PMX's dynamic
     batching: values (2, K, T, D') and scales (2, K, T, D/G), cache_mode 1 with pages of 128 rows,
-    cache_layout 3, one layer. T is as many rows as all pages have.
+    cache_layout 3, one layer. T is the number of rows of all pages.
 
-    A ``single`` pool is the memory of one conversation. It has one sequence, which stays open: opening it
-    again goes back to what it has in common with the new prompt.
+    A ``single`` pool is the memory of one conversation. Its only sequence stays open: opening it again goes
+    back to the common prefix with the new prompt.
     """
 
     page_size = PAGE_SIZE
-    may_have_sinks: ClassVar[bool] = False  # whether attention may be given learned sinks
-    takes_back = True  # a step may be committed in part, a step of several sequences too
-    layout = ""  # what a bridged model expects in its cache, as JSON; "": a decoder's
+    may_have_sinks: ClassVar[bool] = False  # whether attention may pass learned sinks
+    takes_back = True  # whether a step may be committed in part
+    layout = ""  # the cache entries that a bridged model expects, as JSON; "" for a decoder
 
     def __init__(
         self,
-        formats: Sequence[LayerFormat],  # of each layer, with its window
+        formats: Sequence[LayerFormat],  # of each layer, including its window
         # of each layer; position j is at column j of its bias split's rotation
         transforms: Sequence[KeyTransform],
         *,
-        tokens: int,  # of all sequences together; whole pages are made of them
-        sequences: int,  # that can be open at once
-        max_seq_len: int,  # tokens that a sequence can have
-        # new tokens of a sequence in one step, at most; a single pool takes any number
+        tokens: int,  # of all sequences together, rounded up to whole pages
+        sequences: int,  # maximum number of open sequences
+        max_seq_len: int,  # maximum number of tokens per sequence
+        # maximum number of new tokens of a sequence in one step; a single pool takes any number
         prefill_step_size: int,
-        single: bool = False,  # it is the memory of one conversation, and shares no pages
-        # ends of texts that are kept, each in the pages that a window sees and one more
+        single: bool = False,  # the memory of one conversation, without shared pages
+        # maximum number of checkpoints, each with the pages that a window sees and one more
         checkpoints: int = 0,
-        make_cache: Callable[[int], Any],  # makes a ModelCache for so many tokens, in the pool's format
-        identity: Identity | None = None,  # of the model whose tokens it holds; None: not known
-        kernels: str | None = None,  # as of CacheOptions; what the pool needs of the kernel runs once now
+        make_cache: Callable[[int], Any],  # makes a ModelCache for this many tokens, in the pool's format
+        identity: Identity | None = None,  # of the model; None: unknown
+        kernels: str | None = None,  # as in CacheOptions; the pool tries the kernel now
         dtype: mx.Dtype = mx.float16,  # of queries
-        num_heads: int | None = None,  # H; None: not known
-        # of the whole model, where formats are a rank's: pages count for all
+        num_heads: int | None = None,  # H; None: unknown
+        # of the whole model if formats are a rank's, because all ranks count the same pages
         windows: Sequence[int | None] = (),
-        made_for: object = None,  # the config of the model that made it; None: not known
-        rotary: Rotary | None = None,  # how the model rotates keys; None: not known
-        # Whether each sequence's attention is computed by itself. If not, the lengths of the others change
-        # the rounding of its logits.
+        made_for: object = None,  # the config of the model that made it; None: unknown
+        rotary: Rotary | None = None,  # how the model rotates keys; None: unknown
+        # Whether each sequence's attention is computed separately. If not, the lengths of other sequences
+        # change the rounding of its logits.
         attends_separately: bool = True,
         has_tails: bool = False,  # layers of the whole model may have an exact tail
-        states: Sequence[State] = (),  # of a sequence, one of each layer that has it in place of rows
-        divided: bool = False,  # other ranks hold some of the rows: sequences can be neither saved nor loaded
+        states: Sequence[State] = (),  # of a sequence, one per layer that has a state instead of rows
+        divided: bool = False,  # other ranks have some of the rows, so sequences cannot be saved or loaded
     ) -> None:
         """Allocate the pool.
 
-        A single pool has as many rows as tokens; through a window, few more than are seen.
+        A single pool has as many rows as tokens; layers with a window have few more than the window.
         """
         check_sizes(
             tokens=tokens, sequences=sequences, max_seq_len=max_seq_len, prefill_step_size=prefill_step_size
         )
         check_process()
         layers = [
-            PoolLayer(own, transform, *kernel_of(own, kernels, dtype, num_heads, self.may_have_sinks))
-            for own, transform in zip(formats, transforms, strict=True)
+            PoolLayer(each, transform, *kernel_of(each, kernels, dtype, num_heads, self.may_have_sinks))
+            for each, transform in zip(formats, transforms, strict=True)
         ]
         groups: list[LayerGroup] = []
-        # In the order of the layers; where none keeps rows, pages still count tokens.
-        kinds = [(window, "quantized") for window in windows] or [(own.window, own.kind) for own in formats]
+        # In the order of the layers; even if none stores rows, pages count tokens.
+        kinds = [(window, "quantized") for window in windows] or [
+            (each.window, each.kind) for each in formats
+        ]
         for window, kind in dict.fromkeys(kinds) or [(None, "")]:
             of_group = [
                 layer for layer in layers if (layer.format.window, layer.format.kind) == (window, kind)
@@ -113,21 +115,19 @@ class Pool:
                 )
         self.lock = ComputeLock()  # held by the thread that computes through the pool
         self.layers = tuple(layers)  # of the model, in order
-        self.saved: Sequence[PoolLayer | State] = self.layers  # the same, with its states among them
+        self.saved: Sequence[PoolLayer | State] = self.layers  # the same, including states
         with_tail = [layer for layer in layers if layer.exact_arrays]
-        # The exact tails of its sequences; None: no layer has any.
-        self.tails: ExactTails | None = None
+        self.tails: ExactTails | None = None  # the exact tails of its sequences
         if with_tail or (divided and has_tails):
             self.tails = ExactTails(with_tail, sequences, logs=divided and not single)
         self.groups = tuple(groups)  # the layers by the page tables that they share
         self.places = tuple((group, layer) for layer in layers for group in groups if layer in group.layers)
-        # The layers that see all tokens; where all have a window, those with the widest.
+        # The layers that see all tokens, or those with the widest window.
         self.main = max(groups, key=lambda group: math.inf if group.window is None else group.window)
         self.num_pages = self.main.pages.num
-        # Whether pages move along with a sequence.
         self.has_windows = any(group.window is not None for group in groups)
         self.formats = list(formats)
-        # Runs the fused kernel, for the layers that it takes; None: every layer is unfused.
+        # Runs the fused kernel, for the layers that it supports; None: all layers are unfused.
         self.backend = next((layer.backend for layer in layers if layer.backend is not None), None)
         self.max_sequences = sequences  # that can be open at once
         self.num_sequences = 0  # that are open
@@ -143,68 +143,67 @@ class Pool:
         self.states = states
         self.divided = divided
         self.prefixes = PrefixSearch(self.groups, self.main, states, self.lock)
-        # Weak references of a single pool to its open sequence and its step. Strong ones would form a cycle,
+        # A single pool's weak references to its open sequence and its step. Strong ones would form a cycle,
         # and only the garbage collector would free the memory.
         self._conversation: Callable[[], PoolSequence | None] = lambda: None
         self._step: Callable[[], PoolBatch | None] = lambda: None
-        self._is_torn = False  # an interruption may have come while pages were handed out
+        self._is_torn = False  # whether allocating pages may have been interrupted
 
     def release(self) -> None:
-        """Give the memory back. The pool cannot be used after it."""
+        """Free the memory. The pool cannot be used afterwards."""
         for layer in self.layers:
             layer.release()
 
     def describe(self) -> str:
-        """Its size and format, in a line."""
+        """Return a line with its size and format."""
         kinds = []
         for group in self.groups:
             seen = "all tokens" if group.window is None else f"the last {group.window}"
             kinds.append(f"{group.pages.num} pages for {len(group.layers)} layers that see {seen}")
-        kept = f" and {self.checkpoints} checkpoints" if self.checkpoints else ""
+        checkpoints = f" and {self.checkpoints} checkpoints" if self.checkpoints else ""
         size = f"{format_bytes(self.nbytes)} at {describe_formats(self.formats)}"
-        return f"{size} for {self.max_sequences} sequences{kept}: {', '.join(kinds)}"
+        return f"{size} for {self.max_sequences} sequences{checkpoints}: {', '.join(kinds)}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers with their key transforms, and of states: of every sequence and checkpoint.
+        """Return the bytes of all layers and key transforms, and of every sequence's and checkpoint's states.
 
-        A checkpoint has an exact tail of its own too.
+        Each checkpoint also has an exact tail.
         """
         states = sum(state.nbytes for state in self.states)
-        tails = sum(stored_bytes(own) for layer in self.layers for own in layer.format.tail_pages(1))
-        kept = (self.max_sequences + self.checkpoints) * states + self.checkpoints * tails
-        return sum(layer.nbytes for layer in self.layers) + kept
+        tails = sum(stored_bytes(stored) for layer in self.layers for stored in layer.format.tail_pages(1))
+        extra = (self.max_sequences + self.checkpoints) * states + self.checkpoints * tails
+        return sum(layer.nbytes for layer in self.layers) + extra
 
     @property
     def num_free(self) -> int:
-        """Of :attr:`num_pages` those that new sequences could have."""
+        """Return how many of :attr:`num_pages` new sequences could have."""
         return self.main.num_free
 
     def check_whole(self) -> None:
-        """Refuse what needs all rows."""
+        """Raise a SnapshotError if other ranks have some of the rows."""
         if self.divided:
             raise SnapshotError(
-                "the pool is divided over several ranks: its sequences take no cache and give none"
+                "the pool is divided over several ranks: its sequences can be neither saved nor loaded"
             )
 
     def check_opening(self, max_tokens: int) -> None:
-        """Refuse a sequence that the pool is not made for, or one too many."""
+        """Raise an error unless another sequence of this size can be opened."""
         if type(max_tokens) is not int or max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens!r}; expected a positive int")
         if max_tokens > self.max_seq_len:
             raise ContextError(
-                f"a sequence of {max_tokens} tokens is asked for; one of this pool has at most "
-                f"{self.max_seq_len}"
+                f"a sequence of {max_tokens} tokens is asked for; this pool allows at most {self.max_seq_len}"
             )
         if self.num_sequences == self.max_sequences:
             raise ContextError(f"the pool is for {self.max_sequences} sequences; all of them are in use")
 
     def pages_needed(self, max_tokens: int) -> int:
-        """Pages, of :attr:`num_pages`, for a sequence of so many tokens that shares none."""
+        """Return how many of :attr:`num_pages` a sequence needs that shares no pages."""
         return self.main.limit(max_tokens)
 
     def fits(self, max_tokens: int) -> bool:
-        """Whether a sequence of so many tokens can be opened now."""
+        """Return whether a sequence of this many tokens can be opened now."""
         free = all(group.limit(max_tokens) <= group.num_free for group in self.groups)
         return free and max_tokens <= self.max_seq_len and self.num_sequences < self.max_sequences
 
@@ -217,20 +216,19 @@ class Pool:
         whole_pages: bool = True,
         is_exact: bool = False,
     ) -> PoolSequence:
-        """Open a sequence, with pages for ``max_tokens`` tokens, the most that it will have. It must be
-        released.
+        """Open a sequence with pages for up to ``max_tokens`` tokens. It must be released.
+
+        The sequence of a single pool stays open: opening it again goes back to the common prefix with the
+        prompt without its last token, or further back if windows and states require it.
 
         Args:
-            prompt: ids that it will begin with. As many as others have shared are there at once, and at least
-                one less than given: one has to be fed for there to be logits.
-            salt: sequences share pages only with those of the same one.
-            whole_pages: only whole pages are shared, which takes no copy. Else the rows of a page that begins
-                alike are copied as well.
-            is_exact: it begins only where it is what it would be without the others: of a pool with exact
-                tails at checkpoints.
-
-        The sequence of a single pool stays open: opened again, it goes back to what it has in common with the
-        prompt less its last token, or as far before that as its windows and states allow.
+            prompt: ids that it will begin with. The sequence starts with those that others have shared,
+                except the last one, which must be fed to get logits.
+            salt: sequences share pages only with those of the same salt.
+            whole_pages: share only whole pages, which takes no copy; if False, also copy the matching rows of
+                the next page.
+            is_exact: start only where the sequence equals one without shared pages; in a pool with exact
+                tails that is at checkpoints.
         """
         if (conversation := self._conversation()) is not None:
             conversation.keep_common(prompt)
@@ -279,7 +277,7 @@ class Pool:
             if (states is None and self.states and length) or any(
                 t.first > group.first_seen(length) for group, t in groups
             ):
-                made.close()  # what it would go on from went where pages were needed for the sequence itself
+                made.close()  # the sequence's own pages displaced the prefix that it would have started from
                 return self.sequence(max_tokens, salt=salt)
             if states is not None:
                 made.states = states
@@ -294,44 +292,41 @@ class Pool:
     def _length_with_tail(
         self, prompt: Sequence[int], length: int, salt: bytes, *, unit: int, is_exact: bool
     ) -> tuple[int, TailCopy | None]:
-        """Return with how many of the first ``length`` tokens of a prompt, which are stored, a sequence
-        begins, and the exact rows of these.
+        """Return how many of the ``length`` stored tokens of a prompt a sequence starts with, and their tail.
 
-        They are those up to a checkpoint, if it is not far before, or if the sequence has to be exactly what
-        it would be without the others. Else as many tokens are fed again as a tail has. ``unit``: it is a
-        multiple.
+        It starts at a checkpoint if there is one shortly before, or if ``is_exact``. Otherwise as many tokens
+        are fed again as a tail has. The result is a multiple of ``unit``.
         """
         tail: TailCopy | None = self.main.prefix.checkpoints.last_tail(as_text(prompt[:length], salt))
         if tail is not None and tail.length % unit:
             tail = None
-        kept = 0 if tail is None else tail.length
-        if self.has_windows or self.states:  # nothing can be fed again: they begin at checkpoints alone
-            hashes, rest = self.prefixes.find(prompt[: kept + 1], salt, unit > 1)
-            return (kept, tail) if kept == len(hashes) * PAGE_SIZE + rest else (0, None)
+        exact_length = 0 if tail is None else tail.length
+        if self.has_windows or self.states:  # these start only at checkpoints, so nothing can be fed again
+            hashes, rest = self.prefixes.find(prompt[: exact_length + 1], salt, unit > 1)
+            return (exact_length, tail) if exact_length == len(hashes) * PAGE_SIZE + rest else (0, None)
         again = max(0, length - TAIL_WINDOW) // unit * unit
-        if is_exact or kept > again:
-            return kept, tail
+        if is_exact or exact_length > again:
+            return exact_length, tail
         if again % PAGE_SIZE < FEWEST_COPIED:
             again -= again % PAGE_SIZE
         return again, None
 
     @property
     def disk(self) -> PoolDisk | None:
-        """Where its pages and states are written, and read from; None: nowhere."""
+        """Return the disk cache for its pages and states, or None."""
         return self.prefixes.disk
 
     def use_disk(self, disk: DiskCache, *, is_exact: bool = False) -> None:
-        """Write what its sequences share to a disk cache, and let :attr:`prefixes` read it.
+        """Write shared prefixes to a disk cache, and let :attr:`prefixes` read it.
 
-        ``is_exact``: only what chunks of 128 tokens computed is read, with this MLX on this kind of device.
+        ``is_exact``: read only prefixes computed in chunks of 128 tokens by this MLX on this kind of device.
         """
         self.prefixes.disk = PoolDisk(disk, self, is_exact=is_exact)
 
     def batch(self, sequences: Sequence[Any], rows: int | None = None) -> PoolBatch:
-        """The cache of steps in which sequences of this pool take part, at least one, none twice.
+        """Return the cache for steps of these sequences, at least one, none twice.
 
-        ``rows``: sequences that the steps' inputs have, those past the given ones as padding; None: no
-            padding.
+        ``rows``: number of rows of the steps' inputs; rows past the sequences are padding. None: no padding.
         """
         step = self._step()
         if step is not None and tuple(sequences) == step.sequences:
@@ -345,14 +340,14 @@ class Pool:
         return PoolBatch(self, sequences, rows)
 
     def drop_step(self) -> None:
-        """Drop a step of a single pool that was begun and not committed."""
+        """Drop a single pool's uncommitted step."""
         step = self._step()
         if step is not None:
             step.end_step()
 
     @contextmanager
     def handing_out(self) -> Iterator[None]:
-        """Hand out pages within. If that was interrupted, a single pool finds the free ones again here."""
+        """Guard code that allocates pages; a single pool recovers its free pages after an interruption."""
         conversation = self._conversation()
         if self._is_torn and conversation is not None:
             for group, table in zip(self.groups, conversation.tables, strict=True):
@@ -362,7 +357,7 @@ class Pool:
         self._is_torn = False
 
     def shared_with(self, ids: Sequence[int]) -> int:
-        """Return how many tokens a single pool's sequence holds if a text begins with all of them, else 0."""
+        """Return the length of a single pool's sequence if a text begins with all its tokens, or else 0."""
         conversation = self._conversation()
-        held = [] if conversation is None else conversation.ids
-        return len(held) if list(ids[: len(held)]) == held else 0
+        stored_ids = [] if conversation is None else conversation.ids
+        return len(stored_ids) if list(ids[: len(stored_ids)]) == stored_ids else 0

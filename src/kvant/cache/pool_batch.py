@@ -1,4 +1,4 @@
-"""What a model sees of a pool in one step: the sequences that take part."""
+"""A model's view of a pool in one step."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class AttentionCache(Protocol):
-    """What a model's layer sees of its cache. B batch, S new tokens, H query and K kv heads, D head_dim."""
+    """A model layer's view of its cache. B batch, S new tokens, H query and K kv heads, D head_dim."""
 
     @property
     def transform(self) -> KeyTransform:
-        """What queries and keys go through before they are given, and the biases that they come without."""
+        """Return the transform that the caller applies to queries and keys, with the biases they lack."""
 
     def multi_head_cache_attention(
         self,
@@ -36,35 +36,37 @@ class AttentionCache(Protocol):
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Append (B, K, S, D) keys and values, and attend (B, H, S, D) queries to every token so far,
-        causally.
+        """Append keys and values (B, K, S, D), then attend queries (B, H, S, D) causally to all tokens.
 
-        A cache with a window lets a query see the last tokens only. ``mask``, of one sequence, is added to
-        the scores (boolean: True keeps): (S, T), (H, S, T) or (B, H, S, T) with T = offset + S, where H and B
-        may be 1. ``sinks`` (H,) are learned scores that take their share of the softmax and add nothing.
-        Returns (B, H, S, D).
+        With a window, a query sees only the last tokens.
+
+        Args:
+            mask: for one sequence, added to the scores (boolean: True keeps): (S, T), (H, S, T) or
+                (B, H, S, T) with T = offset + S, where H and B may be 1.
+            sinks: (H,) learned scores, which take a share of the softmax and contribute no value.
+
+        Returns:
+            (B, H, S, D).
         """
 
 
 class PoolBatch:
-    """The cache of a model's step, of sequences of different lengths. ``pool.batch`` makes it.
+    """The cache for steps of sequences of different lengths. ``pool.batch`` makes it.
 
-    A step has three parts: :meth:`begin`, the computation, in which every layer attends through
-    ``batch[i].multi_head_cache_attention``, and :meth:`commit`. Only a committed step counts. A step that
-    fails, is interrupted or is abandoned is never committed, and the next one overwrites what it wrote. It
-    serves any number of steps.
+    A step has three phases: :meth:`begin`, the computation, in which every layer attends through
+    ``batch[i].multi_head_cache_attention``, and :meth:`commit`. Only committed tokens count. The next step
+    overwrites the rows of one that failed or was interrupted. A batch serves any number of steps.
 
-    A step is to be evaluated before another one of the same pool begins, or that one has to need its result:
-    MLX would copy the layers' arrays to read what the other is about to change.
+    Evaluate a step before another one of the same pool begins, unless that one depends on its result;
+    otherwise MLX copies the layers' arrays to preserve what the first step reads.
     """
 
     def __init__(self, pool: "Pool", sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         self.pool = pool
         self.lock = pool.lock
-        self.sequences = tuple(sequences)  # that take part, B of them
+        self.sequences = tuple(sequences)  # B of them
         count = len(self.sequences)
-        # Of the inputs, B or more. Those past B are padding: nothing of them is written, and their attention
-        # is 0.
+        # Rows of the inputs, B or more. Those past B are padding: not written, and their attention is 0.
         self.rows = count if rows is None else rows
         if not count or len({id(sequence) for sequence in self.sequences}) != count:
             raise ValueError(f"a batch of {count} sequences; expected at least one, none twice")
@@ -72,12 +74,11 @@ class PoolBatch:
             raise ValueError("a sequence of another pool; expected those of this one")
         if type(self.rows) is not int or self.rows < count:
             raise ValueError(f"rows is {rows!r}; expected an int, at least {count} for so many sequences")
-        self.step: mx.array | None = None  # token ids (rows, S) of a step that was begun and is not committed
-        # (rows, S, hidden) of the step's tokens; None: those of its ids
+        self.step: mx.array | None = None  # token ids (rows, S) of the uncommitted step
+        # (rows, S, hidden) of the step's tokens; None: look up the ids
         self.embeddings: mx.array | None = None
         self._next_embeddings: mx.array | None = None
         self._placed: dict[LayerGroup, PagedRows] = {}
-        # Tokens that are written when the step is committed.
         self.deferred = DeferredWrites(self.sequences, is_single=pool.single)
 
     def __getitem__(self, index: Any) -> Any:
@@ -91,36 +92,35 @@ class PoolBatch:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence, and 0 for padding: the position of each one's next token."""
+        """Return the length of each sequence, which is its next token's position; 0 for padding."""
         return (*(sequence.length for sequence in self.sequences), *(0,) * (self.rows - len(self.sequences)))
 
     @property
     def offset(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the length of the longest sequence."""
         return max(self.lengths)
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether attention is computed where it is called, as that of a long sequence is on a CPU."""
+        """Return whether attention is computed at the call, as for a long sequence on a CPU."""
         return computes_at_once(self.offset + 1)
 
     @property
     def ids(self) -> list[list[int]]:
-        """Ids of the tokens of each sequence."""
+        """Return the token ids of each sequence."""
         return [sequence.ids for sequence in self.sequences]
 
     def give_embeddings(self, embeddings: mx.array) -> None:
-        """Have the next step read rows (rows, S, hidden) in place of its ids' embeddings."""
+        """Make the next step read these embeddings (rows, S, hidden) instead of those of its ids."""
         self._next_embeddings = embeddings
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
-        """Begin a step of token ids (rows, S); earlier ones of its sequences that were not committed are
-        gone.
+        """Begin a step of token ids (rows, S), discarding uncommitted steps of its sequences.
 
         Returns the position of each row's first new token, 0 for padding.
         """
         embeddings = self._next_embeddings
-        self._next_embeddings = None  # a step that is refused takes them along
+        self._next_embeddings = None  # also if the step is rejected
         num_rows, S = inputs.shape
         if num_rows != self.rows:
             raise ValueError(f"inputs has {num_rows} sequences; expected {self.rows}")
@@ -155,12 +155,12 @@ class PoolBatch:
     def commit(
         self, num_tokens: int | Sequence[int] | None = None, *, ids: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Count the tokens of the step that was begun; a sequence that was released since counts nothing.
+        """Commit the tokens of the step, except for sequences released since it began.
 
         Args:
-            num_tokens: the first so many of its tokens, an int or one for each sequence; None: all.
-            ids: the step's token ids, one list for each sequence; None: they are read from what the step was
-                begun with.
+            num_tokens: how many of its first tokens to commit, one int for all or one per sequence; None:
+                all.
+            ids: the step's token ids, a list per sequence; None: those that the step began with.
         """
         with self.lock, self.pool.handing_out():
             step = self.step
@@ -180,10 +180,10 @@ class PoolBatch:
                 raise ValueError(
                     f"num_tokens is {num_tokens}; expected ints up to {S}, one for all or {count}"
                 )
-            given: Sequence[Sequence[int]] = step.tolist() if ids is None else ids  # type: ignore[assignment]
-            new = [list(given[b][: each[b]]) for b in range(count)]
-            if any(len(own) != number for own, number in zip(new, each, strict=True)):
-                raise ValueError(f"ids has {[len(own) for own in given]} tokens; expected {list(each)}")
+            rows: Sequence[Sequence[int]] = step.tolist() if ids is None else ids  # type: ignore[assignment]
+            new = [list(rows[b][: each[b]]) for b in range(count)]
+            if any(len(row) != number for row, number in zip(new, each, strict=True)):
+                raise ValueError(f"ids has {[len(row) for row in rows]} tokens; expected {list(each)}")
             if self.deferred.tails:
                 self.deferred.commit(each)
             for b, sequence in live:
@@ -191,7 +191,7 @@ class PoolBatch:
             self.end_step()
 
     def end_step(self) -> None:
-        """Drop a step that was begun and is not committed."""
+        """Drop the uncommitted step."""
         self.deferred.write()
         self.step = None
         self.embeddings = None
@@ -199,7 +199,7 @@ class PoolBatch:
         self._placed = {}
 
     def placed(self, group: LayerGroup) -> PagedRows:
-        """Where the step's tokens are, in some of the layers."""
+        """Return the rows of the step's tokens in a group of layers."""
         if self.step is None:
             raise RuntimeError("no step was begun; expected begin before attention")
         return self._placed[group]
@@ -207,7 +207,7 @@ class PoolBatch:
 
 @dataclass(eq=False, slots=True)
 class PoolLayerView:
-    """A layer of a pool as a model sees it in a step."""
+    """A model's view of a pool's layer in a step."""
 
     batch: PoolBatch
     group: LayerGroup
@@ -254,7 +254,7 @@ class PoolLayerView:
 def place_rows(
     group: LayerGroup, tables: Sequence[PageTable], lengths: Sequence[int], new_tokens: int
 ) -> PagedRows:
-    """Return where S new tokens of each sequence are written, and what their queries read."""
+    """Return where S new tokens of each sequence are written, and the rows that their queries read."""
     first = [group.first_read(length) for length in lengths]
     new = []
     read = []
@@ -266,9 +266,9 @@ def place_rows(
         counts.append(end)
     pages = None
     if group.is_fused and new_tokens <= MAX_NEW_TOKENS:
-        held = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]
-        pages = step_pages(held, [table.start for table in tables], lengths, max(counts), group.window)
+        used = [table.pages[: pages_for(count)] for table, count in zip(tables, counts, strict=True)]
+        pages = step_pages(used, [table.start for table in tables], lengths, max(counts), group.window)
     if len(new) == 1:
         return PagedRows(new[0], read, first, group.window, pages)
-    rows = [row for own in new for run in own for row in range(*run)]
+    rows = [row for sequence_runs in new for run in sequence_runs for row in range(*run)]
     return PagedRows(mx.array(rows, mx.int32), read, first, group.window, pages)

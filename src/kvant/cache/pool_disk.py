@@ -1,6 +1,4 @@
-"""What a pool has in a disk cache: pages and states under the digests of their texts, in the form it
-stores them.
-"""
+"""A pool's files in a disk cache: stored pages and states, under the digests of their texts."""
 
 import hashlib
 import json
@@ -32,24 +30,24 @@ from kvant.tensor_header import make_header, read_header
 if TYPE_CHECKING:
     from kvant.cache.pool import Pool
 
-VERSION = 2  # 1: files of a format of their own
-END = 255  # the kind of a file that is no layer group's page
+VERSION = 2  # version 1 had another file format
+END = 255  # the kind of a file with states and tail, not a layer group's page
 Parsed = TypeVar("Parsed")
 
 
 class PageGoneError(Exception):
-    """A page, or states, that were in the disk cache are not there now, or are wrong."""
+    """A page or states that were in the disk cache are missing or invalid."""
 
 
 class PoolDisk:
-    """Files of one model and format in a disk cache, which may have others' too."""
+    """The files of one model and format in a disk cache, which may also have others."""
 
     def __init__(self, disk: DiskCache, pool: "Pool", *, is_exact: bool) -> None:
-        """``is_exact``: read only what chunks of 128 tokens computed here, for deterministic schedulers."""
+        """``is_exact``: read only files of deterministic schedulers with this MLX on this kind of device."""
         pool.check_whole()
         if pool.identity is None:
             raise ValueError(
-                "the model was not loaded from a folder: nobody could tell its files from another's"
+                "the model was not loaded from a folder: its files could not be told from another's"
             )
         self.disk = disk
         self._groups = pool.groups
@@ -67,22 +65,22 @@ class PoolDisk:
         self._key = hashlib.sha256(json.dumps(facts).encode()).digest()
 
     def has(self, group: LayerGroup, digest: bytes) -> bool:
-        """Return whether the page of some layers at the end of a text is there."""
+        """Return whether the page of a layer group at the end of a text exists."""
         return self._file(self._groups.index(group), digest) in self.disk
 
     def has_end(self, digest: bytes) -> bool:
-        """Return whether the states after a text are there."""
+        """Return whether the states after a text exist."""
         return self._file(END, digest) in self.disk
 
     def put_page(self, group: LayerGroup, digest: bytes, page: int, rows: int) -> None:
-        """Write a page of so many rows; fewer than 128 only if there are states, which go on there."""
+        """Write the first rows of a page; a partial page only if there are states, to continue from."""
         if rows == PAGE_SIZE or self._states:
             size = rows * self._row_bytes[group]
             name = self._file(self._groups.index(group), digest)
             self.disk.put(name, size, lambda: packed(group.page_rows(page, rows)))
 
     def put_end(self, digest: bytes, states: Sequence[Arrays], tail: TailCopy | None) -> None:
-        """Write what is at the end of a text beside its pages: states and the exact tail."""
+        """Write the states and the exact tail at the end of a text."""
         arrays = [array for state in states for array in state]
         if tail is not None:
             arrays += [mx.array([tail.sinks, tail.start, tail.length], mx.int64), *tail.rows]
@@ -90,9 +88,10 @@ class PoolDisk:
         self.disk.put(self._file(END, digest), size, lambda: packed(arrays))
 
     def end(self, digest: bytes, length: int) -> tuple[list[Arrays] | None, TailCopy | None]:
-        """Return the states after a text of so many tokens, and its exact tail; None: there are none.
+        """Return the states after a text of ``length`` tokens and its exact tail, or None for either.
 
-        Raise :class:`PageGoneError` if there should be states, and the file is not there.
+        Raises:
+            PageGoneError: the layers have states, and the file is missing or invalid.
         """
         count = sum(len(state.shapes) for state in self._states)
         tail_count = 1 + len(self._tail_formats) if self._tail_formats else 0
@@ -101,8 +100,8 @@ class PoolDisk:
             arrays = unpacked(data, count + tail_count)
             rest = iter(arrays[:count])
             states = [[*islice(rest, len(state.shapes))] for state in self._states]
-            for state, own in zip(self._states, states, strict=True):
-                state.check(own)
+            for state, values in zip(self._states, states, strict=True):
+                state.check(values)
             tail = self._tail(arrays[count], arrays[count + 1 :], length) if tail_count else None
             return states or None, tail
 
@@ -114,12 +113,12 @@ class PoolDisk:
             return None, None
 
     def _tail(self, facts: mx.array | None, rows: Arrays, length: int) -> TailCopy:
-        """Return the tail in a file; a ValueError unless it is one of so many tokens."""
+        """Return the tail in a file; raise a ValueError unless it is one of ``length`` tokens."""
         if facts is None or facts.dtype != mx.int64 or facts.shape != (3,):
             raise ValueError("a tail without its three numbers")
-        sinks, start, given = (int(number) for number in memoryview(facts))  # type: ignore[arg-type]
-        if given != length:
-            raise ValueError(f"a tail of {given} tokens; expected {length}")
+        sinks, start, count = (int(number) for number in memoryview(facts))  # type: ignore[arg-type]
+        if count != length:
+            raise ValueError(f"a tail of {count} tokens; expected {length}")
         return TailCopy.checked(sinks, start, length, rows, self._tail_formats)
 
     def page(self, group: LayerGroup, digest: bytes, rows: int) -> list[mx.array]:
@@ -139,16 +138,16 @@ class PoolDisk:
         self.disk.remove(self._file(self._groups.index(group), digest))
 
     def used(self, page_hashes: Sequence[bytes]) -> None:
-        """Note that a text was used, whose pages' digests these are. Its last pages go before its first."""
+        """Note that the text with these page digests was used; its last pages will go before its first."""
         kinds = (*range(len(self._groups)), END)
         self.disk.used([self._file(kind, digest) for digest in page_hashes for kind in kinds])
 
     def _file(self, kind: int, digest: bytes) -> str:
-        """Return the name of a file: of a layer group's page, or of the end of a text."""
+        """Return the name of the file for a layer group's page or the end of a text."""
         return hashlib.blake2b(self._key + digest + bytes([kind]), digest_size=32).hexdigest()
 
     def _get(self, kind: int, digest: bytes, parse: Callable[[bytes], Parsed]) -> Parsed:
-        """Return what a file has; remove one of something else, and raise :class:`PageGoneError`."""
+        """Parse a file; remove an invalid one, and raise a :class:`PageGoneError`."""
         name = self._file(kind, digest)
         data = self.disk.get(name)
         try:
@@ -160,12 +159,12 @@ class PoolDisk:
 
 
 def _rows(group: LayerGroup, rows: int) -> list[Stored]:
-    """What the arrays of so many rows are."""
+    """Return the dtypes and shapes of a group's arrays with this many rows."""
     return [each for layer in group.layers for each in layer.format.arrays(rows).values()]
 
 
 def packed(arrays: Sequence[mx.array | None]) -> bytes:
-    """Return arrays as a safetensors file, each under its number; of an array that is None there is none."""
+    """Return arrays as a safetensors file, each under its number; None is left out."""
     mx.eval([array for array in arrays if array is not None])
     tensors = {str(i): stored for i, stored in enumerate(stored_of(arrays)) if stored is not None}
     contents = [array_bytes(array) for array in arrays if array is not None]
@@ -173,7 +172,7 @@ def packed(arrays: Sequence[mx.array | None]) -> bytes:
 
 
 def unpacked(data: bytes, count: int) -> Arrays:
-    """Return the arrays of :func:`packed`; a ValueError unless there are so many."""
+    """Return the arrays of :func:`packed`; raise a ValueError unless there are ``count``."""
     header = read_header(Path(), BytesIO(data), len(data), SnapshotError)
     contents = memoryview(data)[len(header.data) :]
     names = [str(number) for number in range(count)]

@@ -1,4 +1,4 @@
-"""A sequence of a pool: its tokens, and the pages they are in."""
+"""A sequence of a pool: its tokens and their pages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 class PoolSequence:
-    """A text in a pool. ``pool.sequence`` makes it."""
+    """A sequence of tokens in a pool. ``pool.sequence`` makes it."""
 
     def __init__(
         self, pool: "Pool", tables: list[PageTable], max_tokens: int, ids: Sequence[int], salt: bytes
     ) -> None:
-        """With ``ids`` of tokens whose rows are in the tables' pages already."""
+        """Make it with ``ids`` whose rows are already in the tables' pages."""
         self.pool = pool
         self.tables = tables  # its pages, one table for each of the pool's layer groups
         self.max_tokens = max_tokens  # that pages are reserved for
-        self.salt = salt  # it shares pages with sequences of the same one
-        self.step: object | None = None  # that it takes part in and that is not committed
+        self.salt = salt  # it shares pages only with sequences of the same salt
+        self.step: object | None = None  # its uncommitted step
         self._ids = list(ids)
         self.length = len(self._ids)  # committed tokens; the position of the next one
-        self.lookahead = 0  # the last of these tokens, which were computed but not handed out yet
-        self.checkpoints = Checkpoints(pool.checkpoints)  # of a single pool's sequence
+        self.lookahead = 0  # how many of the last tokens were computed but not returned yet
+        self.checkpoints = Checkpoints(pool.checkpoints)  # used by a single pool's sequence
         self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
-        self.released = False  # its pages were given back
-        # The tokens that have exact rows as well; None: the pool has no exact tails.
+        self.released = False
+        # Which tokens have exact rows; None: the pool has no exact tails.
         self.tail = None if pool.tails is None else pool.tails.open()
         if self.tail is not None:
             self.tail.lose(self.length)
@@ -46,16 +46,16 @@ class PoolSequence:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the committed tokens."""
+        """Return the ids of the committed tokens."""
         return self._ids[: self.length]
 
     @property
     def room(self) -> int:
-        """Tokens that still fit."""
+        """Return how many more tokens fit."""
         return self.max_tokens - self.length
 
     def check_room(self, new_tokens: int) -> None:
-        """Raise a ContextError unless so many more tokens fit."""
+        """Raise a ContextError unless this many more tokens fit."""
         self.check_open()
         if new_tokens > self.room:
             raise ContextError(
@@ -70,7 +70,7 @@ class PoolSequence:
 
     @property
     def states(self) -> list[Arrays]:
-        """The arrays of each linear or convolution layer, after the committed tokens."""
+        """Return the arrays of each linear or convolution layer after the committed tokens."""
         return self._states.get(self.length) or [[None] * len(state.shapes) for state in self.pool.states]
 
     @states.setter
@@ -78,20 +78,24 @@ class PoolSequence:
         self._states = {self.length: states}
 
     def will_have(self, length: int, states: list[Arrays]) -> None:
-        """Take the states that count from ``length`` tokens on: a commit can be interrupted anywhere."""
+        """Set the states for ``length`` tokens before they are committed, which may be interrupted."""
         self._states = {self.length: self.states, length: states}
 
     def commit(self, ids: Sequence[int]) -> None:
-        """Count tokens whose rows were written; for a batch."""
-        # The length last: an interruption before leaves ids that are past it and not looked at.
+        """Commit tokens whose rows were written; called by a batch."""
+        # The length changes last: after an interruption, ids past it are ignored.
         self._ids[self.length :] = ids
         self.length += len(ids)
         self.step = None
         if self._states:
-            self.states = self.states  # the others are dropped
+            self.states = self.states  # drops the states of other lengths
 
     def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens, or all it has, as far as :meth:`can_trim_to` allows. Returns how many."""
+        """Forget the last ``num_tokens`` tokens, at most all; return how many.
+
+        Raises:
+            ValueError: :meth:`can_trim_to` does not allow it.
+        """
         check_num_tokens(num_tokens)
         with self.pool.lock, self.pool.handing_out():
             self.check_open()
@@ -99,8 +103,8 @@ class PoolSequence:
             length = self.length - lost
             if not self.can_trim_to(length):
                 raise ValueError(
-                    f"{lost} of {self.length} tokens are to be forgotten; its windows or states go back no "
-                    f"further than to {self.oldest} tokens, or to none"
+                    f"cannot forget {lost} of {self.length} tokens: its windows or states go back no further "
+                    f"than to {self.oldest} tokens, or to none"
                 )
             self.step = None
             checkpoint = self.checkpoints.at(length) if length < min(self.oldest, self.length) else None
@@ -118,12 +122,12 @@ class PoolSequence:
             return lost
 
     def trim_to(self, num_tokens: int) -> None:
-        """Forget what it has past its first ``num_tokens`` tokens."""
+        """Forget all tokens after the first ``num_tokens``."""
         check_num_tokens(num_tokens)
         self.trim(max(0, self.length - num_tokens))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Have the tokens of a checkpoint; none, if that is interrupted."""
+        """Go back to a checkpoint; the sequence is empty if that is interrupted."""
         length = checkpoint.num_tokens
         self.length = 0
         try:
@@ -136,7 +140,7 @@ class PoolSequence:
         except BaseException:
             self.checkpoints.drop_after(0)
             for table in self.tables:
-                if table.moves:  # its pages are found again when the cache begins to hand out the next ones
+                if table.moves:  # Pool.handing_out recovers its pages
                     table.first = 0
                     table.pages = []
             raise
@@ -146,63 +150,64 @@ class PoolSequence:
         self.take_tail(checkpoint.tail)
 
     def _go_back_exactly(self, length: int) -> None:
-        """Have the exact rows of the first ``length`` tokens, as far as they are there."""
+        """Reduce the exact rows to those of the first ``length`` tokens, or restore them."""
         tails = self.pool.tails
         if tails is None or self.tail is None:
             return
         self.tail.go_back(length)
-        kept = self.checkpoints.at(length)
-        if kept is not None and kept.tail is not None and not self.tail.is_whole(length):
-            tails.restore(self.tail, kept.tail)
+        checkpoint = self.checkpoints.at(length)
+        if checkpoint is not None and checkpoint.tail is not None and not self.tail.is_whole(length):
+            tails.restore(self.tail, checkpoint.tail)
 
     def go_back(self, num_tokens: int) -> int:
-        """Go back to ``num_tokens`` tokens, or to a place before; return how many tokens it has now.
+        """Go back to ``num_tokens`` tokens or fewer; return the new length.
 
-        That is the last checkpoint before, if windows or states go back no further; and where the exact rows
-        that the next token reads are gone, as many tokens before as a tail has: they are to be fed again.
+        If windows or states do not allow that length, it goes back to the last checkpoint before. If the next
+        token would lack exact rows, it goes back further, to a checkpoint or by a tail's length, to feed
+        those tokens again.
         """
         can = self.can_trim_to(num_tokens)
         length = min(num_tokens, self.length) if can else self.checkpoints.last_before(num_tokens)
         lacks = self.tail is not None and not self.tail.is_whole(length)
         if can and lacks and self.checkpoints.at(length) is None:
             again = max(0, length - TAIL_WINDOW)
-            kept = self.checkpoints.last_before(length)
-            if kept > again or not self.can_trim_to(again):
-                again = kept
-            length = again if kept or self.can_trim_to(again) else length
+            checkpoint = self.checkpoints.last_before(length)
+            if checkpoint > again or not self.can_trim_to(again):
+                again = checkpoint
+            length = again if checkpoint or self.can_trim_to(again) else length
         self.trim_to(length)
         return self.length
 
     def keep_common(self, ids: Sequence[int]) -> int:
-        """Go back to what it has in common with ``ids`` less the last; return how many tokens it has now.
+        """Go back to the common prefix with ``ids`` without the last one; return the new length.
 
-        One token has to be fed for there to be logits. A window or a state may go back further.
+        One token must be fed to get logits. Windows or states may require going back further.
         """
-        own = self.ids
-        length = min(len(own), len(ids) - 1)
-        common = next((i for i in range(length) if own[i] != ids[i]), length)
+        stored = self.ids
+        length = min(len(stored), len(ids) - 1)
+        common = next((i for i in range(length) if stored[i] != ids[i]), length)
         return self.go_back(common)
 
     def can_trim_to(self, num_tokens: int) -> bool:
-        """Whether it can go back to its first ``num_tokens`` tokens, exactly."""
+        """Return whether it can go back to exactly its first ``num_tokens`` tokens."""
         is_there = num_tokens == 0 or num_tokens >= min(self.oldest, self.length)
         return is_there or self.checkpoints.at(num_tokens) is not None
 
     @property
     def oldest(self) -> int:
-        """The shortest length, except 0, that it can go back to exactly. A state goes back to nothing."""
+        """Return the shortest length above 0 to go back to without a checkpoint; states cannot go back."""
         return self.length if self.pool.states else self._oldest_rows
 
     @property
     def _oldest_rows(self) -> int:
-        """The shortest length, except 0, whose rows are all there."""
+        """Return the shortest length above 0 whose rows are all stored."""
         groups = zip(self.pool.groups, self.tables, strict=True)
         return max(group.oldest_length(table) for group, table in groups)
 
     def fork(self, max_tokens: int | None = None) -> Self:
-        """Return a sequence with the same tokens, in the same pages until one of the two writes there.
+        """Return a sequence with the same tokens, which shares pages until one of the two writes there.
 
-        ``max_tokens``: that pages are reserved for; None: as many as this one has.
+        ``max_tokens``: how many tokens to reserve pages for; None: as many as this sequence.
         """
         max_tokens = self.max_tokens if max_tokens is None else max_tokens
         with self.pool.lock:
@@ -232,24 +237,24 @@ class PoolSequence:
         asked: int | None = None,
         is_head: bool = False,
     ) -> None:
-        """Let other sequences read its whole pages, and keep a checkpoint if all of its text is shared.
+        """Let other sequences read its whole pages, and make a checkpoint if all of its text is shared.
 
-        Through a window they need the pages of the last tokens that they begin with. So where there are
-        windows, texts can be joined at the lengths at which this was called, and not before them.
+        With windows, other sequences need the pages of the last tokens of the prefix, so they can start only
+        at lengths for which this was called.
 
         Args:
-            upto: only pages of its first tokens, up to this one; None: of all.
-            last_page: the last page too, where it is not whole. It is copied for whoever begins alike, and
+            upto: share only pages of this many first tokens; None: of all.
+            last_page: also share a partial last page. It is copied for sequences that begin with it, and
                 before this sequence writes there again.
-            mid_prompt: its prompt is incomplete: no checkpoint is kept, and only layers without a window are
-                written to disk.
-            asked: tokens up to the last checkpoint in its prompt; None: all that it has.
+            mid_prompt: the prompt is incomplete: make no checkpoint, and write only layers without a window
+                to disk.
+            asked: number of tokens up to the last checkpoint in its prompt; None: all.
             is_head: prompts of other conversations are likely to begin with its text.
         """
         pool = self.pool
         if pool.states and not pool.checkpoints:
             return
-        # The next text of a single pool begins with what this one leaves.
+        # A single pool's next text starts from this sequence itself.
         is_own = pool.single and pool.checkpoints > 0 and last_page and upto in (None, self.length)
         if pool.single and pool.disk is None and not is_own:
             return
@@ -267,27 +272,27 @@ class PoolSequence:
                 prefix.keep_checkpoint(asked, is_head=is_head)
 
     def load(self, other: "PoolSequence") -> None:
-        """Take the tokens of a sequence of another pool with the same format; this one must be empty."""
-        own = self.pool
-        given = other.pool
-        if given.layout != own.layout:
+        """Copy the tokens of a sequence of another pool with the same format into this empty one."""
+        target = self.pool
+        origin = other.pool
+        if origin.layout != target.layout:
             raise ValueError("the cache is for a model with other layers than the pool's")
-        own.check_whole()
-        given.check_whole()
-        with own.lock, given.lock:
+        target.check_whole()
+        origin.check_whole()
+        with target.lock, origin.lock:
             self.check_open()
             other.check_open()
             length = other.length
             ids = other.ids
             if self.length:
                 raise ValueError(f"the sequence holds {self.length} tokens; expected an empty one")
-            if len(given.layers) != len(own.layers):
-                raise ValueError(f"the cache has {len(given.layers)} layers; expected {len(own.layers)}")
-            if None not in (given.identity, own.identity) and given.identity != own.identity:
+            if len(origin.layers) != len(target.layers):
+                raise ValueError(f"the cache has {len(origin.layers)} layers; expected {len(target.layers)}")
+            if None not in (origin.identity, target.identity) and origin.identity != target.identity:
                 raise ValueError("the cache holds tokens of another model than the pool's")
-            source = dict(zip(own.layers, given.layers, strict=True))
+            source = dict(zip(target.layers, origin.layers, strict=True))
             for number, (layer, from_layer) in enumerate(source.items()):
-                differs = difference(from_layer.format, layer.format, given.max_seq_len, own.max_seq_len)
+                differs = difference(from_layer.format, layer.format, origin.max_seq_len, target.max_seq_len)
                 if differs:
                     raise ValueError(f"the cache is of another format: {differs}, in layer {number}")
             lost = {layer: other._table_of(from_layer).first for layer, from_layer in source.items()}
@@ -299,13 +304,13 @@ class PoolSequence:
             self.take_tail(other.copied_tail())
 
     def copied_tail(self) -> TailCopy | None:
-        """Return a copy of its exact rows; None: it has none."""
+        """Return a copy of its exact rows, or None if it has none."""
         if self.pool.tails is None or self.tail is None:
             return None
         return self.pool.tails.copied(self.tail, self.length)
 
     def take_tail(self, copy: TailCopy | None) -> None:
-        """Take exact rows of its tokens, if the pool has exact tails in the same layers."""
+        """Restore exact rows of its tokens, if the pool has exact tails in the same layers."""
         tails = self.pool.tails
         if copy is None or tails is None or self.tail is None or len(copy.rows) != len(tails.layers):
             return
@@ -313,12 +318,12 @@ class PoolSequence:
 
     @property
     def saved_layers(self) -> list[PoolLayer | Arrays]:
-        """What a snapshot has of it, in the model's order: layers with rows, and the arrays of states."""
+        """Return the layers with rows and the arrays of states for a snapshot, in the model's order."""
         states = iter(self.states)
-        return [next(states) if isinstance(own, State) else own for own in self.pool.saved]
+        return [next(states) if isinstance(layer, State) else layer for layer in self.pool.saved]
 
     def copied_rows(self, layer: PoolLayer, first: int) -> list[mx.array]:
-        """Return a copy of a layer's rows (2, K, rows, D') from position ``first`` on, as they are stored."""
+        """Return a copy of a layer's stored rows (2, K, rows, D') from position ``first`` on."""
         table = self._table_of(layer)
         rows = runs(table.pages, first - table.start, self.length - table.start)
         return [stored_rows(array, rows) for array in layer.arrays]
@@ -330,9 +335,9 @@ class PoolSequence:
 
     @contextmanager
     def filling(self, lost: Mapping[PoolLayer, int], ids: Sequence[int]) -> Iterator[None]:
-        """Have tokens whose rows, and states, are put in inside the block; none after an error there.
+        """Fill the sequence with tokens whose rows and states the block writes; empty it after an error.
 
-        ``lost``: first tokens without rows in a layer.
+        ``lost``: how many first tokens have no rows in a layer.
         """
         self.check_room(len(ids))
         self.step = None
@@ -350,30 +355,30 @@ class PoolSequence:
         self.commit(ids)
 
     def put(self, layer: PoolLayer, tokens: Sequence[mx.array], length: int) -> None:
-        """Write a layer's rows (2, K, rows, D') before position ``length``, if there are pages for them."""
+        """Write a layer's last rows (2, K, rows, D') before position ``length``, as far as it has pages."""
         table = self._table_of(layer)
         count = length - table.first
         rows = runs(table.pages, table.first - table.start, length - table.start)
         for array, each in zip(layer.arrays, tokens, strict=True):
             put_rows(array, each[:, :, each.shape[2] - count :], rows)
-        mx.eval(layer.arrays)  # or the next append would copy the whole array that was read
+        mx.eval(layer.arrays)  # otherwise the next append copies the whole array
 
     @property
     def written(self) -> int:
-        """The most tokens that it has had, as a file says it: rows behind windows and 16 more are gone."""
+        """Return the most tokens it has had, for a file: rows ``SLACK`` before the window are lost."""
         oldest = self._oldest_rows
         return max(self.length, oldest + 1 + SLACK) if oldest else self.length
 
     def release(self) -> None:
-        """Give its pages back. It cannot be used after it; to release it again does nothing.
+        """Release its pages. It cannot be used afterwards; further calls do nothing.
 
-        The sequence of a conversation's cache stays open: the cache has one alone.
+        A single pool's only sequence stays open.
         """
         if not self.pool.single:
             self.close()
 
     def close(self) -> None:
-        """Give the pages back, of a conversation's cache too."""
+        """Release its pages, also in a single pool."""
         with self.pool.lock:
             if not self.released:
                 self.released = True
@@ -391,6 +396,6 @@ def check_num_tokens(num_tokens: int) -> None:
 
 
 def close(pool: "Pool", tables: Sequence[PageTable]) -> None:
-    """Give back the pages of the first groups' tables, or of all."""
+    """Release the pages of the tables, which may be those of only the first groups."""
     for group, table in zip(pool.groups, tables, strict=False):
         group.close(table)

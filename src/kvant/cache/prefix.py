@@ -1,4 +1,4 @@
-"""Which pages of a pool hold the beginning of a text, so that other sequences may read them."""
+"""The index of a pool's pages by their texts, so that other sequences can share them."""
 
 import hashlib
 from array import array
@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from kvant.cache.checkpoints import Checkpoint, Checkpoints
 from kvant.cache.pages import PAGE_SIZE, Pages
 
-MOST_COMPARED = 64  # pages that follow the same text, the latest ones
+MOST_COMPARED = 64  # of the pages that follow the same text, the latest ones
 
 
 @dataclass(slots=True)
@@ -23,20 +23,21 @@ class _IndexedPage:
 
 
 class PrefixIndex:
-    """Pages of committed tokens, each under the :func:`digests` of the text up to its end.
+    """Pages of committed tokens, by the :func:`digests` of the text up to the page's end.
 
-    It holds its pages. Those that nobody else holds are given up where pages are needed, least recently used
-    first; those that checkpoints need after all others, with the checkpoint of the lowest score first. States
-    of layers that have one in place of rows are kept in checkpoints too; they go with the text's last page.
+    The index has a reference to each of its pages. When pages are needed, it releases those without other
+    references, least recently used first. Those that checkpoints need go last, the checkpoint with the lowest
+    score first. Checkpoints also store the states of layers that have them; these go with the text's last
+    page.
     """
 
     def __init__(self, pages: Pages, checkpoints: int = 0) -> None:
-        """``checkpoints``: that are kept, at most."""
+        """``checkpoints``: maximum number of checkpoints."""
         self._pages = pages
         self.checkpoints = Checkpoints(checkpoints)
-        self._indexed: OrderedDict[bytes, _IndexedPage] = OrderedDict()  # the least recently used first
+        self._indexed: OrderedDict[bytes, _IndexedPage] = OrderedDict()  # least recently used first
         self._by_page: dict[int, bytes] = {}
-        # of a text's digest, those of the pages that follow it
+        # by the digest of a text, the digests of the pages that follow it
         self._after: dict[bytes, dict[bytes, None]] = {}
 
     def __contains__(self, digest: bytes) -> bool:
@@ -44,18 +45,18 @@ class PrefixIndex:
 
     @property
     def pages(self) -> list[int]:
-        """The pages it holds."""
+        """Return its pages."""
         return list(self._by_page)
 
     @property
     def num_idle(self) -> int:
-        """Pages that it alone holds."""
-        return sum(self._pages.refcount(held.page) == 1 for held in self._indexed.values())
+        """Return how many pages have no other references."""
+        return sum(self._pages.refcount(indexed.page) == 1 for indexed in self._indexed.values())
 
     def put(self, digest: bytes, page: int, before: bytes, ids: Sequence[int]) -> None:
-        """Hold a page of all its tokens or of its first, ``ids``, behind the text with the digest ``before``.
+        """Add a page with the tokens ``ids``, or its first tokens, after the text with the digest ``before``.
 
-        Not if there is one of the same text; and once, for the longest text that it was given for.
+        A page of the same text is not replaced. The same page is indexed once, for its longest text.
         """
         if (other := self._by_page.get(page)) is not None and len(self._indexed[other].ids) < len(ids):
             self._drop(other)
@@ -66,19 +67,19 @@ class PrefixIndex:
             self._after.setdefault(before, {})[digest] = None
 
     def hold(self, page_hashes: Sequence[bytes]) -> list[int]:
-        """The pages of a text that are all in it, held once more."""
+        """Return the pages of a text, which must all be indexed, with one more reference each."""
         pages = [self._indexed[digest].page for digest in page_hashes]
         self._pages.share(pages)
         return pages
 
     def use(self, page_hashes: Sequence[bytes]) -> None:
-        """Note that a text was used: its last page before its first, without which it has no use."""
+        """Note that a text was used, the last page first, because it is useless without the others."""
         for digest in reversed(page_hashes):
             if digest in self._indexed:
                 self._indexed.move_to_end(digest)
 
     def most_alike(self, before: bytes, ids: Sequence[int]) -> tuple[int, int]:
-        """Return the page behind a text that begins with the most of ``ids``, and how many these are."""
+        """Return the page after a text with the longest common prefix with ``ids``, and its length."""
         best = b""
         most = 0
         for digest in islice(reversed(self._after.get(before, {})), MOST_COMPARED):
@@ -92,30 +93,31 @@ class PrefixIndex:
         return self._indexed[best].page, most
 
     def use_checkpoints(self, text: bytes, *, by_prompt: bool = False) -> None:
-        """Note that the checkpoints in a text were used; as :meth:`Checkpoints.use`."""
+        """Note that the checkpoints in a text were used; see :meth:`Checkpoints.use`."""
         self.use(self.checkpoints.use(text, by_prompt=by_prompt))
 
     def keep(self, digest: bytes, made: Checkpoint) -> None:
-        """Keep a checkpoint at the end of the text of a page that it holds."""
+        """Add a checkpoint at the end of the text of an indexed page."""
         self.use_checkpoints(made.text)
         for gone in self.checkpoints.keep(digest, made):
-            # nobody goes on without states
+            # no sequence can continue without states
             if made.states is not None and len(self._indexed[gone].ids) < PAGE_SIZE:
                 self._drop(gone)
 
     def state_lengths(self, before: bytes, ids: Sequence[int]) -> list[int]:
-        """How many of the tokens behind a text, fewer than a page, states are kept after; the most first."""
-        found = [0] if before in self.checkpoints else []
+        """Return the numbers of tokens after a text, below a page, that have stored states; largest first."""
+        lengths = [0] if before in self.checkpoints else []
         for digest in self._after.get(before, {}):
-            own = self._indexed[digest].ids
-            if digest in self.checkpoints and len(own) < PAGE_SIZE and list(own) == list(ids[: len(own)]):
-                found.append(len(own))
-        return sorted(found, reverse=True)
+            page_ids = self._indexed[digest].ids
+            count = len(page_ids)
+            if digest in self.checkpoints and count < PAGE_SIZE and list(page_ids) == list(ids[:count]):
+                lengths.append(count)
+        return sorted(lengths, reverse=True)
 
     def give_up(self, count: int) -> None:
-        """Let ``count`` of the pages that it alone holds become free, or as many as there are."""
+        """Free up to ``count`` pages that have no other references."""
         idle = {
-            digest: None for digest, held in self._indexed.items() if self._pages.refcount(held.page) == 1
+            digest: None for digest, each in self._indexed.items() if self._pages.refcount(each.page) == 1
         }
         while count and idle:
             needed = self.checkpoints.pages_needed()
@@ -128,46 +130,44 @@ class PrefixIndex:
                 self.checkpoints.drop_lowest(self.checkpoints.needing(idle))
 
     def forget(self, page: int) -> None:
-        """Hold a page no longer, where it is held."""
+        """Remove a page from the index if it is there."""
         if (digest := self._by_page.get(page)) is not None:
             self._drop(digest)
 
     def _drop(self, digest: bytes) -> None:
-        held = self._indexed.pop(digest)
+        indexed = self._indexed.pop(digest)
         self.checkpoints.drop(digest)
-        del self._by_page[held.page]
-        after = self._after[held.before]
+        del self._by_page[indexed.page]
+        after = self._after[indexed.before]
         del after[digest]
         if not after:
-            del self._after[held.before]
-        self._pages.release([held.page])
+            del self._after[indexed.before]
+        self._pages.release([indexed.page])
 
 
 def root(salt: bytes) -> bytes:
-    """The digest of no text at all. By its person it is no page's digest, whatever the salt."""
+    """Return the digest of an empty text. Its ``person`` keeps it apart from every page's digest."""
     return hashlib.blake2b(salt, digest_size=32, person=b"kvant salt").digest()
 
 
 def as_text(ids: Sequence[int], salt: bytes) -> bytes:
-    """A text as bytes: it begins with another of the same salt if its bytes do."""
+    """Return a text as bytes, so that prefixes of texts with one salt are prefixes of bytes."""
     return root(salt) + array("q", ids).tobytes()
 
 
 def extended(before: bytes, ids: Sequence[int]) -> bytes:
-    """The digest of a text and of more tokens behind it."""
+    """Return the digest of a text followed by more tokens."""
     return hashlib.blake2b(before + array("q", ids).tobytes(), digest_size=32).digest()
 
 
 def digests(ids: Sequence[int], salt: bytes, *, last_page: bool = False) -> list[bytes]:
-    """A digest for each whole page of a text: of the salt and all its tokens up to the page's end.
+    """Return a digest for each whole page of a text, of the salt and all tokens up to the page's end.
 
-    ``last_page``: one for the last page too, where it is not whole.
-
-    Two texts have the same BLAKE2b digest of 256 bits only if they are the same, as far as anybody knows.
+    ``last_page``: add one for a partial last page. Collisions of 256-bit BLAKE2b digests are not expected.
     """
-    found = []
+    hashes = []
     digest = root(salt)
     for first in range(0, len(ids) - (0 if last_page else PAGE_SIZE - 1), PAGE_SIZE):
         digest = extended(digest, ids[first : first + PAGE_SIZE])
-        found.append(digest)
-    return found
+        hashes.append(digest)
+    return hashes

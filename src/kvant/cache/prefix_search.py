@@ -1,4 +1,4 @@
-"""Which prefix of a prompt a pool has already: in the index of its pages, and on disk."""
+"""The search for a prompt's prefix in a pool's page index and on disk."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,9 +17,9 @@ from kvant.cache.pool_sequence import PoolSequence
 from kvant.cache.prefix import as_text, digests, extended, root
 from kvant.threads import ComputeLock
 
-FEWEST_COPIED = 16  # tokens; fewer are fed as fast as they are copied
+FEWEST_COPIED = 16  # tokens; feeding fewer is as fast as copying them
 
-Page = tuple[LayerGroup, int]  # of a layer group, its number in a text
+Page = tuple[LayerGroup, int]  # a layer group's page, by its number in a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class StoredPrefix:
 
     Attributes:
         ids: its tokens.
-        page_hashes: of its pages; the last one may be a part of a page, if states are kept there.
-        first: the number of the first page that a layer group needs.
+        page_hashes: of its pages; the last page may be partial if states are stored there.
+        first: the number of the first page that each layer group needs.
     """
 
     ids: Sequence[int]
@@ -39,11 +39,11 @@ class StoredPrefix:
     def pages(self) -> list[Page]:
         """Return the pages that all layer groups need, in the order of the text.
 
-        So what is before a wrong page has been read, and is right.
+        In this order everything before an invalid page has been read and is valid.
         """
         count = len(self.page_hashes)
-        found = [(group, number) for group, first in self.first.items() for number in range(first, count)]
-        return sorted(found, key=lambda page: page[1])
+        pages = [(group, number) for group, first in self.first.items() for number in range(first, count)]
+        return sorted(pages, key=lambda page: page[1])
 
     def page_ids(self, number: int) -> Sequence[int]:
         """Return the tokens of a page."""
@@ -51,27 +51,27 @@ class StoredPrefix:
 
 
 class PrefixSearch:
-    """Finds the longest prefix of a prompt that is stored, and reads what of it is on disk.
+    """Finds the longest stored prefix of a prompt, and reads its pages from disk.
 
-    The prompt's last token is never part of it: one has to be fed for there to be logits.
+    The prefix never includes the prompt's last token, which must be fed to get logits.
     """
 
     def __init__(
         self, groups: Sequence[LayerGroup], main: LayerGroup, states: Sequence[State], lock: ComputeLock
     ) -> None:
-        """``groups``: the layers of a pool. ``main``: the group that sees most. ``lock``: the pool's."""
+        """``groups``, ``states`` and ``lock`` are a pool's; ``main`` is the group that sees most tokens."""
         self._groups = groups
         self._main = main
         self._states = states
         self._lock = lock
-        self.disk: PoolDisk | None = None  # where prefixes are found and read too; None: nowhere
+        self.disk: PoolDisk | None = None  # also searched if present
 
     def find(
         self, prompt: Sequence[int], salt: bytes, whole_pages: bool, *, on_disk: bool = False
     ) -> tuple[list[bytes], int]:
-        """Return the page hashes of the longest prefix, and how many tokens behind these pages there are too.
+        """Return the page hashes of the longest prefix, and how many tokens it has after these pages.
 
-        ``whole_pages``: there are none behind them. ``on_disk``: pages and states on disk count.
+        ``whole_pages``: allow no tokens after them. ``on_disk``: include pages and states on disk.
         """
         known = prompt[: max(0, len(prompt) - 1)]
         every = digests(known, salt)
@@ -92,7 +92,7 @@ class PrefixSearch:
         return [], 0
 
     def num_stored(self, ids: Sequence[int], salt: bytes) -> int:
-        """Return how many first tokens of a text are stored, whether or not a sequence can begin with all."""
+        """Return how many first tokens of a text are stored, even if no sequence can start with them all."""
         hashes = digests(ids, salt)
         while hashes and not self._has(self._main, hashes[-1], on_disk=True):
             hashes.pop()
@@ -102,7 +102,7 @@ class PrefixSearch:
         return length + self._main.prefix.most_alike(before, behind)[1]
 
     def fetch(self, prompt: Sequence[int], *, salt: bytes = b"", whole_pages: bool = True, most: int) -> bool:
-        """Read pages that a prompt begins with from disk, ``most`` of them at most, for sequences to share.
+        """Read up to ``most`` pages of a prompt's prefix from disk, for sequences to share.
 
         Returns whether there may be more to read.
         """
@@ -130,7 +130,7 @@ class PrefixSearch:
             return False
 
     def _fetch_end(self, disk: PoolDisk, prefix: StoredPrefix, salt: bytes) -> None:
-        """Keep a checkpoint at the end of a prefix, if what it needs is on disk."""
+        """Make a checkpoint at the end of a prefix, if its states or tail are on disk."""
         index = self._main.prefix
         if not prefix.ids or (last := prefix.page_hashes[-1]) in index.checkpoints:
             return
@@ -140,9 +140,9 @@ class PrefixSearch:
             index.keep(last, Checkpoint(text, len(text), states=states, tail=tail))
 
     def read_into(self, sequence: PoolSequence, prompt: Sequence[int]) -> bool:
-        """Have a single pool's sequence read a prefix from disk, if that is longer than what it has.
+        """Replace a single pool's sequence by a longer prefix from disk, if there is one.
 
-        Returns whether it was.
+        Returns whether there was.
         """
         if self.disk is None:
             return False
@@ -176,23 +176,23 @@ class PrefixSearch:
         return StoredPrefix(prompt[:length], hashes, first)
 
     def _behind(self, before: bytes, ids: Sequence[int], whole_pages: bool, on_disk: bool) -> int | None:
-        """Return how many of the tokens behind a text can be copied; None: no sequence can begin there."""
+        """Return how many tokens after a text can be copied, or None if no sequence can start there."""
         if not self._states:
             alike = 0 if whole_pages else self._alike(before, ids)
             return alike if alike >= FEWEST_COPIED else 0
-        kept = self._main.prefix.state_lengths(before, ids)
+        lengths = self._main.prefix.state_lengths(before, ids)
         if not on_disk or self.disk is None:
-            here = (n for n in kept if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
+            here = (n for n in lengths if not n or (not whole_pages and self._alike(before, ids[:n]) == n))
             return next(here, None)
         for count in range(0 if whole_pages else len(ids), -1, -1):
             digest = extended(before, ids[:count]) if count else before
             pages = (self._has(group, digest, on_disk) for group in self._groups)
-            if (count in kept or self.disk.has_end(digest)) and (not count or all(pages)):
+            if (count in lengths or self.disk.has_end(digest)) and (not count or all(pages)):
                 return count
         return None
 
     def _alike(self, before: bytes, ids: Sequence[int]) -> int:
-        """Return how many of the tokens behind a text have rows in all layers."""
+        """Return how many of the tokens after a text have rows in all layers."""
         return min(group.prefix.most_alike(before, ids)[1] for group in self._groups)
 
     def _has(self, group: LayerGroup, digest: bytes, on_disk: bool) -> bool:
@@ -205,10 +205,10 @@ class PrefixSearch:
 def _read(
     disk: PoolDisk, prefix: StoredPrefix, pages: Sequence[Page]
 ) -> Iterator[tuple[LayerGroup, int, list[mx.array]]]:
-    """Read the rows of pages from disk, one page after the other.
+    """Yield the rows of pages from disk, one page at a time.
 
-    Raise :class:`PageGoneError` if one is gone, and remove those behind it. They are going to be computed and
-    written again: they may be wrong as well, which only a restart would show.
+    If one is missing, remove those after it and raise a :class:`PageGoneError`. They will be computed and
+    written again, because they may be invalid too, which would otherwise show only after a restart.
     """
     for place, (group, number) in enumerate(pages):
         try:

@@ -16,11 +16,11 @@ from kvant.operators.quantization import FLOAT_DTYPES, SCALE_DTYPES, check_quant
 
 
 class QuantizedKVCache(KVCache):
-    """One layer alone: it counts appended tokens at once. A model's caches are made by ``model.make_cache``.
+    """The cache of a single layer, which commits tokens as they are appended.
 
-    All memory is allocated, and touched, when the cache is made; it never grows. Keys and values are appended
-    in place. Nothing else may hold its arrays, or a slice of them: MLX would copy the whole buffer at the
-    next append.
+    ``model.make_cache`` makes a model's caches. All memory is allocated and touched when the cache is made;
+    it never grows. Keys and values are appended in place. Nothing else may reference its arrays or a slice of
+    them, or MLX copies the whole buffer at the next append.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class QuantizedKVCache(KVCache):
         """Allocate the cache.
 
         Args:
-            max_seq_len: tokens it can hold.
+            max_seq_len: maximum number of tokens.
             num_kv_heads: K.
             head_dim: D.
-            window: the last tokens that a query sees, its own included; None: all. The others are forgotten.
+            window: how many of the last tokens a query sees, including its own, and the cache stores; None:
+                all.
             kv_bits: 8, 4, or 0 for no quantization.
             kv_group_size: elements of D that share one scale; None: the greatest common divisor of 32 and D.
             dtype: of queries, and of keys and values at 0 bits.
             scale_dtype: float16 or float32.
-            bias_split: the biases that keys and values come without; its table is as long as the cache.
+            bias_split: the biases that keys and values lack; its table is as long as the cache.
             kernels: "unfused" or "fused" forces how attention is computed. None: the environment variable
-                KVANT_KERNELS decides; without it, a GPU uses the fused kernel. The choice holds for the
-                cache's life. A call of more than 8 new tokens, as in a prefill, is always unfused.
-            num_heads: H; None: not known. The kernel is tried now as it will be used, and then in more
-                shapes.
+                KVANT_KERNELS decides, or else a GPU uses the fused kernel. The choice holds for the cache's
+                life. A call of more than 8 new tokens, as in a prefill, is always unfused.
+            num_heads: H; None: unknown, and the kernel is tried in more shapes.
 
         Raises:
-            ValueError: a size below 1, a group that does not divide D, an unsupported bit or dtype; a kernel
-                forced for a format that it does not support, or where there is no GPU.
-            RuntimeError: a forced kernel that fails on this device when it is tried.
+            ValueError: a size is below 1, a group does not divide D, a bit or dtype is unsupported, or a
+                kernel is forced for an unsupported format or without a GPU.
+            RuntimeError: a forced kernel fails on this device when it is tried.
         """
         seen = 1 if window is None else window
         check_sizes(max_seq_len=max_seq_len, num_kv_heads=num_kv_heads, head_dim=head_dim, window=seen)
@@ -70,7 +70,7 @@ class QuantizedKVCache(KVCache):
             raise ValueError(
                 f"dtype is {dtype}, scale_dtype {scale_dtype}; expected floats, the scale's not bfloat16"
             )
-        own = LayerFormat.of_rows(
+        layer_format = LayerFormat.of_rows(
             num_kv_heads,
             head_dim,
             head_dim,
@@ -87,7 +87,7 @@ class QuantizedKVCache(KVCache):
         def made(tokens: int) -> ModelCache:
             return ModelCache(
                 Pool(
-                    [own],
+                    [layer_format],
                     [KeyTransform(bias_split=bias_split)],
                     **single_sizes(tokens),
                     **options,
@@ -106,20 +106,19 @@ class QuantizedKVCache(KVCache):
         mask: mx.array | None = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Append keys and values and attend to every row so far; see :class:`kvant.cache.AttentionCache`.
+        """Append keys and values, and attend to all rows; see :class:`kvant.cache.AttentionCache`.
 
         Raises:
-            ContextError: more tokens than there is room for; nothing was written.
-            ValueError: shapes that do not fit the cache.
+            ContextError: there is no room for the tokens; nothing was written.
+            ValueError: a shape does not fit the cache.
         """
         check_tokens(query, key, value, mask, self.offset)
         B, K, S, D = key.shape
-        own = self.layer.format
-        if (1, own.num_kv_heads, own.head_dim) != (B, K, D):
+        layer_format = self.layer.format
+        if (1, layer_format.num_kv_heads, layer_format.head_dim) != (B, K, D):
             raise ValueError(
-                f"the cache is for one sequence, {own.num_kv_heads} kv heads and a head_dim of "
-                f"{own.head_dim}; "
-                f"given {B}, {K} and {D}"
+                f"the cache is for one sequence, {layer_format.num_kv_heads} kv heads and a head_dim of "
+                f"{layer_format.head_dim}; got {B}, {K} and {D}"
             )
         self.batch.begin(mx.zeros((1, S), mx.int32))
         output = super().multi_head_cache_attention(query, key, value, mask, sinks)
@@ -131,5 +130,5 @@ class QuantizedKVCache(KVCache):
         self.cache.reset()
 
     def release(self) -> None:
-        """Give the memory back. The cache cannot be used after it."""
+        """Free the memory. The cache cannot be used afterwards."""
         self.cache.release()

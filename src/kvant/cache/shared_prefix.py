@@ -1,4 +1,4 @@
-"""What a sequence leaves for those that begin alike: its pages, a checkpoint, and files on disk."""
+"""The prefix that a sequence shares with later ones: its pages, a checkpoint, and files on disk."""
 
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ class SharedPrefix:
     """The first tokens of a sequence, which it shares.
 
     Attributes:
-        is_all: whether they are all of its tokens, each in a page that is shared.
+        is_all: whether these are all its tokens, each in a shared page.
     """
 
     def __init__(self, sequence: "PoolSequence", upto: int | None, *, last_page: bool) -> None:
@@ -38,7 +38,7 @@ class SharedPrefix:
 
     @cached_property
     def _states(self) -> list[Arrays] | None:
-        """Copies of the states after all tokens: an array may be a part of what a whole step computed."""
+        """Copies of the states after all tokens, because an array may be a slice of a whole step's result."""
         first = mx.array([0])
         states = self._sequence.states
         copies = [[None if array is None else array[first] for array in arrays] for arrays in states]
@@ -51,9 +51,9 @@ class SharedPrefix:
         return None if self._sequence.pool.divided else self._sequence.copied_tail()
 
     def keep_in_sequence(self) -> None:
-        """Keep a checkpoint after all tokens that the sequence itself, of a single pool, can go back to.
+        """Make a checkpoint after all tokens, to which a single pool's sequence itself can go back.
 
-        The first one is a head: it is the end of the system prompt.
+        The first one is a head, because it is the end of the system prompt.
         """
         sequence = self._sequence
         length = sequence.length
@@ -84,7 +84,7 @@ class SharedPrefix:
             group.prefix.use(hashes)
 
     def keep_checkpoint(self, asked: int | None, *, is_head: bool) -> None:
-        """Keep the states, and the pages that are seen through windows, after all tokens."""
+        """Make a checkpoint of the states, and of the pages seen through windows, after all tokens."""
         pool = self._sequence.pool
         last = self._page_hashes[-1]
         keeps_end = bool(pool.states) or (pool.tails is not None and not pool.divided)
@@ -105,9 +105,9 @@ class SharedPrefix:
                 group.prefix.keep(last, made)
 
     def write(self, disk: PoolDisk, *, mid_prompt: bool) -> None:
-        """Write the pages that a text sees which goes on here, and the states after all tokens.
+        """Write the pages that a continuation of the text sees, and the states after all tokens.
 
-        ``mid_prompt``: only layers without a window are written.
+        ``mid_prompt``: write only layers without a window.
         """
         whole = self._whole_pages
         hashes = self._page_hashes
@@ -124,7 +124,7 @@ class SharedPrefix:
             disk.used(hashes)
 
     def _write_end(self, disk: PoolDisk) -> None:
-        """Write the states after all tokens, and the exact tail, where texts are joined from the disk."""
+        """Write the states after all tokens and the exact tail, if texts can start from the disk there."""
         has_states = bool(self._sequence.pool.states)
         ends_page = len(self._ids) % PAGE_SIZE == 0
         if has_states or (ends_page and self._tail is not None):

@@ -1,7 +1,7 @@
-"""A cache's tokens as a file: saved whole or not at all, and restored into a cache of the same format.
+"""Snapshots: files of a cache's tokens, saved atomically, and restored into a cache of the same format.
 
-docs/python.md describes the file. A layer is copied at a time, so nothing is held twice. Every field of a
-header is checked when it is read.
+docs/python.md describes the file. Layers are copied one at a time, so there is no second copy of all. Every
+field of a header is checked when it is read.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ from kvant.tensor_header import MAX_HEADER_BYTES, make_header
 from kvant.tensor_header import read_header as read_tensor_header
 
 FORMAT = "kvant cache"
-VERSION = 2  # 1: its model's digest was of a sample of the weights
-MLX_LM_CLASSES = {"1.0", "2.0"}  # of caches: the place of the first in mlx-lm's files, now and in older ones
+VERSION = 2  # version 1 had a digest of only a sample of the weights
+MLX_LM_CLASSES = {"1.0", "2.0"}  # keys of the first cache's class in mlx-lm's files, old and new
 DIGEST: Stored = ("U8", (32,))
 DIGEST_BYTES = 32
 FIELDS = {"identity", "rope", "reservation", "lengths", "written", "has_ids", "layers", "layout"}
@@ -49,23 +49,23 @@ MAX_LAYERS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """What a snapshot says of itself."""
+    """The description of a snapshot."""
 
     identity: Identity | None  # of the model; None: it was not loaded from a folder
-    rope: Mapping[str, Any] | None  # frequencies and factor of its keys; None: mlx-lm's model turns them
-    reservation: int  # tokens it could have
-    length: int  # its tokens
-    written: int  # the most tokens that it has had, as PoolSequence.written has it
+    rope: Mapping[str, Any] | None  # frequencies and factor of its keys; None: mlx-lm's model rotates them
+    reservation: int  # reserved tokens
+    length: int  # number of its tokens
+    written: int  # PoolSequence.written
     layers: tuple[LayerFormat, ...]
-    # of a bridged model's cache, the caches that mlx-lm's model expects, as JSON; "": a decoder's
+    # the cache entries that a bridged model expects, as JSON; "" for a decoder
     layout: str
     metadata: Mapping[str, str]  # the caller's
-    # of an exact tail: how many of the first tokens it has, and the position of the first of the others
+    # an exact tail's number of first tokens, and the position of its next one
     tail: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, sequence: PoolSequence, metadata: Mapping[str, str]) -> "SnapshotHeader":
-        """The header of a snapshot of a sequence."""
+        """Return the header for a snapshot of a sequence."""
         pool = sequence.pool
         rotary = pool.rotary
         rope = None
@@ -93,7 +93,7 @@ class SnapshotHeader:
 
     @classmethod
     def parse(cls, metadata: Mapping[str, str]) -> "SnapshotHeader":
-        """The header of a file's text."""
+        """Parse the metadata of a file."""
         if metadata.get("format") != FORMAT:
             if MLX_LM_CLASSES & metadata.keys():
                 raise ValueError(
@@ -105,8 +105,7 @@ class SnapshotHeader:
         if version != str(VERSION):
             raise ValueError(
                 f"version {version[:20]!r} of the format, written by kvant "
-                f"{metadata.get('kvant', '')[:20]!r}; "
-                f"this kvant reads version {VERSION}"
+                f"{metadata.get('kvant', '')[:20]!r}; this kvant reads version {VERSION}"
             )
         if metadata.keys() != {"format", "version", "kvant", "cache", "metadata"}:
             raise ValueError("its text has other parts than format, version, kvant, cache and metadata")
@@ -131,7 +130,7 @@ class SnapshotHeader:
         (length,) = lengths
         (written,) = writtens
         layers = tuple(map(LayerFormat.from_json, raw["layers"]))
-        # Lengths contradict neither each other nor what windows and states can have forgotten.
+        # Lengths must agree with each other, and with the tokens that windows and states may have forgotten.
         if length > written or (written and not length):
             raise ValueError(f"lengths has {length} where written has {written}")
         if length > reservation:
@@ -154,8 +153,8 @@ class SnapshotHeader:
         return cls(identity, rope, reservation, length, written, layers, raw["layout"], text, tail)
 
     def as_metadata(self) -> dict[str, str]:
-        """The text that a safetensors file has for it."""
-        from importlib.metadata import version  # not at every start: it takes milliseconds
+        """Return the metadata for the safetensors file."""
+        from importlib.metadata import version  # here, because it takes milliseconds
 
         identity = self.identity
         facts = {
@@ -164,9 +163,9 @@ class SnapshotHeader:
             else {"model": identity.model, "tokenizer": identity.tokenizer},
             "rope": self.rope,
             "reservation": self.reservation,
-            "lengths": [self.length],  # a list: versions before had several sequences in a cache
+            "lengths": [self.length],  # a list, because older versions had several sequences in a cache
             "written": [self.written],
-            "has_ids": True,  # versions before wrote caches without them
+            "has_ids": True,  # older versions also wrote caches without them
             "layers": [layer.as_json() for layer in self.layers],
             "layout": self.layout,
         }
@@ -181,52 +180,52 @@ class SnapshotHeader:
         }
 
     def tensors(self) -> dict[str, Stored]:
-        """Every tensor of the file, in order."""
-        found: dict[str, Stored] = {"header_sha256": DIGEST, "ids.0": ("U32", (self.length,))}
+        """Return all tensors of the file, in order."""
+        tensors: dict[str, Stored] = {"header_sha256": DIGEST, "ids.0": ("U32", (self.length,))}
         for number, layer in enumerate(self.layers):
-            found |= {f"layers.{number}.{name}": stored for name, stored in layer.tables().items()}
-            found |= {
+            tensors |= {f"layers.{number}.{name}": stored for name, stored in layer.tables().items()}
+            tensors |= {
                 f"layers.{number}.state.{i}": state
                 for i, state in enumerate(layer.state)
                 if state is not None
             }
             if layer.has_tokens:
                 arrays = layer.arrays(layer.rows(self.length, self.written))
-                found |= {f"layers.{number}.sequences.0.{name}": stored for name, stored in arrays.items()}
-                found |= {f"layers.{number}.sequences.0.tail": stored for stored in self.tail_of(layer)}
-        return found | {"sha256": DIGEST}
+                tensors |= {f"layers.{number}.sequences.0.{name}": stored for name, stored in arrays.items()}
+                tensors |= {f"layers.{number}.sequences.0.tail": stored for stored in self.tail_of(layer)}
+        return tensors | {"sha256": DIGEST}
 
     def tail_of(self, layer: LayerFormat) -> list[Stored]:
-        """What there is of a layer's exact tail: one array, or none."""
+        """Return the array of a layer's exact tail; empty without one."""
         if self.tail is None:
             return []
         sinks, start = self.tail
         return layer.tail(sinks + self.length - start)
 
-    def check_fits(self, own: "SnapshotHeader") -> None:
-        """Refuse it for a cache that would write ``own``. What one of them does not know is not compared."""
-        if self.identity is not None and own.identity is not None:
+    def check_fits(self, ours: "SnapshotHeader") -> None:
+        """Raise a ValueError unless it fits a cache with this header. Unknown fields are not compared."""
+        if self.identity is not None and ours.identity is not None:
             for what in ("model", "tokenizer"):
                 one = getattr(self.identity, what)
-                other = getattr(own.identity, what)
+                other = getattr(ours.identity, what)
                 if one != other:
                     raise ValueError(f"of another model: the {what}'s digest is {one}; expected {other}")
-        if len(self.layers) != len(own.layers):
+        if len(self.layers) != len(ours.layers):
             raise ValueError(
-                f"of another model: it has {len(self.layers)} layers; expected {len(own.layers)}"
+                f"of another model: it has {len(self.layers)} layers; expected {len(ours.layers)}"
             )
-        if self.layout != own.layout:
-            pairs = enumerate(zip(self.layout, own.layout, strict=False))
+        if self.layout != ours.layout:
+            pairs = enumerate(zip(self.layout, ours.layout, strict=False))
             start = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 20)
-            one, other = (layout[start : start + 80] for layout in (self.layout, own.layout))
+            one, other = (layout[start : start + 80] for layout in (self.layout, ours.layout))
             raise ValueError(f"of another model: its layout has {one!r}; expected {other!r}")
-        if self.rope is not None and own.rope is not None and self.rope != own.rope:
-            raise ValueError(f"of another model: {_rope_difference(self.rope, own.rope)}")
-        for number, (given, expected) in enumerate(zip(self.layers, own.layers, strict=True)):
-            if differs := difference(given, expected, self.reservation, own.reservation):
+        if self.rope is not None and ours.rope is not None and self.rope != ours.rope:
+            raise ValueError(f"of another model: {_rope_difference(self.rope, ours.rope)}")
+        for number, (stored, expected) in enumerate(zip(self.layers, ours.layers, strict=True)):
+            if differs := difference(stored, expected, self.reservation, ours.reservation):
                 raise ValueError(f"of another format: {differs}, in layer {number}")
-        if self.length > own.reservation:
-            raise ValueError(f"lengths has {self.length} tokens; the cache has {own.reservation} reserved")
+        if self.length > ours.reservation:
+            raise ValueError(f"lengths has {self.length} tokens; the cache has {ours.reservation} reserved")
 
 
 def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> None:
@@ -242,24 +241,24 @@ def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> 
     try:
         with atomic_file(path) as file:
             whole = hashlib.sha256()
-            for part in chain((data, hashlib.sha256(data).digest()), _contents(header, sequence)):
-                file.write(part)
-                whole.update(part)
+            for piece in chain((data, hashlib.sha256(data).digest()), _contents(header, sequence)):
+                file.write(piece)
+                whole.update(piece)
             file.write(whole.digest())
     except (OSError, ValueError) as error:
-        # An OSError's whole text has the name of the temporary file.
+        # The full text of an OSError contains the name of the temporary file.
         reason = error.strerror if isinstance(error, OSError) else None
         raise SnapshotError(f"{path}: cannot be written: {reason or one_line(error)}") from error
 
 
 def read_header(path: Path) -> SnapshotHeader:
-    """What a snapshot says of itself; its header is whole, the rest has not been looked at."""
+    """Return the header of a snapshot. The rest of the file is not checked."""
     with _open(path) as (_, header, _):
         return header
 
 
 def restore(path: Path, sequence: PoolSequence) -> dict[str, str]:
-    """Put a snapshot's tokens into an empty sequence. Returns the metadata it was saved with."""
+    """Read a snapshot's tokens into an empty sequence; return the metadata it was saved with."""
     with _open(path) as (file, header, whole):
         try:
             header.check_fits(SnapshotHeader.of(sequence, {}))
@@ -272,7 +271,7 @@ def restore(path: Path, sequence: PoolSequence) -> dict[str, str]:
 
 
 def _fill(header: SnapshotHeader, sequence: PoolSequence, file: BinaryIO, whole: "hashlib._Hash") -> None:
-    """Put in every layer's tokens, one tensor after the other, which count once the digest was compared."""
+    """Read every layer's tokens, tensor by tensor; they are committed after the digest was compared."""
 
     def take(stored: Stored) -> mx.array:
         data = bytearray(stored_bytes(stored))
@@ -285,23 +284,23 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, file: BinaryIO, whole:
     written = header.written
     ids: list[int] = take(("U32", (length,))).tolist()  # type: ignore[assignment]
     layers = list(zip(header.layers, sequence.saved_layers, strict=True))
-    lost = {own: given.first(length, written) for given, own in layers if isinstance(own, PoolLayer)}
+    lost = {layer: saved.first(length, written) for saved, layer in layers if isinstance(layer, PoolLayer)}
     states = []
     tails: list[mx.array] = []
     with sequence.filling(lost, ids):
-        for number, (given, own) in enumerate(layers):
-            if not isinstance(own, PoolLayer):
-                states.append([None if stored is None else take(stored) for stored in given.state])
+        for number, (saved, layer) in enumerate(layers):
+            if not isinstance(layer, PoolLayer):
+                states.append([None if stored is None else take(stored) for stored in saved.state])
                 continue
-            for name, stored in given.tables().items():
-                if not mx.array_equal(take(stored), own.tables()[name]):
+            for name, stored in saved.tables().items():
+                if not mx.array_equal(take(stored), layer.tables()[name]):
                     raise ValueError(f"of another model: {name} of layer {number} has other numbers")
-            arrays = given.arrays(given.rows(length, written))
-            sequence.put(own, [take(stored) for stored in arrays.values()], length)
-            rows = [take(stored) for stored in header.tail_of(given)]
-            tails += rows if own.exact_arrays else []
-        for state, found in zip(sequence.pool.states, states, strict=True):
-            state.check(found)
+            arrays = saved.arrays(saved.rows(length, written))
+            sequence.put(layer, [take(stored) for stored in arrays.values()], length)
+            rows = [take(stored) for stored in header.tail_of(saved)]
+            tails += rows if layer.exact_arrays else []
+        for state, values in zip(sequence.pool.states, states, strict=True):
+            state.check(values)
         sequence.will_have(length, states)
         if file.read(DIGEST_BYTES + 1) != whole.digest():
             raise ValueError("altered: its SHA-256 is another")
@@ -310,14 +309,16 @@ def _fill(header: SnapshotHeader, sequence: PoolSequence, file: BinaryIO, whole:
 
 
 def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes | memoryview]:
-    """The bytes of every tensor between the digests, in order."""
+    """Yield the bytes of every tensor between the digests, in order."""
     yield array_bytes(mx.array(sequence.ids, mx.uint32))
     tail = sequence.copied_tail()
     exact = iter([] if tail is None else tail.rows)
-    for own, layer in zip(header.layers, sequence.saved_layers, strict=True):
+    for saved, layer in zip(header.layers, sequence.saved_layers, strict=True):
         if isinstance(layer, PoolLayer):
             yield from map(array_bytes, layer.tables().values())
-            yield from map(array_bytes, sequence.copied_rows(layer, own.first(header.length, header.written)))
+            yield from map(
+                array_bytes, sequence.copied_rows(layer, saved.first(header.length, header.written))
+            )
             if layer.exact_arrays:
                 yield array_bytes(next(exact))
         else:
@@ -326,39 +327,40 @@ def _contents(header: SnapshotHeader, sequence: PoolSequence) -> Iterator[bytes 
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[BinaryIO, SnapshotHeader, "hashlib._Hash"]]:
-    """A snapshot open behind the digest of its header, the header, and the hash of the bytes so far.
+    """Open a snapshot after its header's digest; return the file, the header, and the hash so far.
 
-    The header is compared with its digest, and with the tensors that follow from it, before any of it is
-    used.
+    The header is first compared with its digest and with the file's tensors.
     """
     try:
-        real = Path(os.path.realpath(path))  # whoever names a link means the file behind it
-        if os.path.lexists(real) and not real.is_file():  # a device is not even opened
+        real = Path(os.path.realpath(path))  # follow links
+        if os.path.lexists(real) and not real.is_file():  # do not even open a device
             raise SnapshotError(f"{path}: not a regular file")
     except (OSError, ValueError) as error:  # a name too long, a NUL
         raise SnapshotError(f"{path}: cannot be read: {one_line(error)}") from error
     with open_regular(real, path, SnapshotError) as file:
         try:
-            found = read_tensor_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError)
+            tensor_header = read_tensor_header(path, file, os.fstat(file.fileno()).st_size, SnapshotError)
         except (OSError, ValueError, RecursionError) as error:
             raise SnapshotError(f"{path}: not a whole safetensors file: {one_line(error)}") from error
         try:
-            header = SnapshotHeader.parse(found.metadata)
+            header = SnapshotHeader.parse(tensor_header.metadata)
             digest = file.read(DIGEST_BYTES)
-            if hashlib.sha256(found.data).digest() != digest:
+            if hashlib.sha256(tensor_header.data).digest() != digest:
                 raise ValueError("altered: the SHA-256 of its header is another")
-            # They are exactly those that the header describes: the file has their bytes then.
-            given = [(name, (tensor.dtype, tensor.shape)) for name, tensor in found.tensors.items()]
+            # They must be exactly those of the header; then the file has all their bytes.
+            tensors = [(name, (tensor.dtype, tensor.shape)) for name, tensor in tensor_header.tensors.items()]
             expected = [*header.tensors().items()]
-            places = [(each.first, each.last) for each in found.tensors.values()]
-            if given != expected or places != sorted(places):
-                other = next((one for one, own in zip(given, expected, strict=False) if one != own), None)
+            places = [(each.first, each.last) for each in tensor_header.tensors.values()]
+            if tensors != expected or places != sorted(places):
+                other = next(
+                    (one for one, right in zip(tensors, expected, strict=False) if one != right), None
+                )
                 raise ValueError(
-                    f"its tensors are not those of the cache it describes: {other or len(given)}"
+                    f"its tensors are not those of the cache it describes: {other or len(tensors)}"
                 )
         except (OSError, ValueError, RecursionError) as error:
             raise SnapshotError(f"{path}: {one_line(error)}") from error
-        yield file, header, hashlib.sha256(found.data + digest)
+        yield file, header, hashlib.sha256(tensor_header.data + digest)
 
 
 def _identity(raw: object) -> Identity | None:
@@ -388,15 +390,15 @@ def _rope(raw: object) -> dict[str, Any] | None:
     return raw
 
 
-def _rope_difference(given: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    one = given["frequencies"]
-    other = own["frequencies"]
+def _rope_difference(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    one = stored["frequencies"]
+    other = expected["frequencies"]
     if len(one) != len(other):
         return f"RoPE has {len(one)} frequencies; expected {len(other)}"
     for pair, (a, b) in enumerate(zip(one, other, strict=True)):
         if a != b:
             return f"RoPE's frequency of pair {pair} is {a!r}; expected {b!r}"
-    return f"RoPE's factor is {given['factor']!r}; expected {own['factor']!r}"
+    return f"RoPE's factor is {stored['factor']!r}; expected {expected['factor']!r}"
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

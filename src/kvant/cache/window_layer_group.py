@@ -1,4 +1,4 @@
-"""The layers that see a window of the last tokens: the pages of a sequence move along with it."""
+"""Layers that see a window of the last tokens, whose pages move along with it."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from kvant.operators.exact_rows import SLACK
 class WindowLayerGroup(LayerGroup):
     """The layers of one window width, which share page tables.
 
-    A page whose rows all left the window, and the 16 tokens before it that a sequence may go back, is given
-    back, and one is taken for new rows. How many pages a sequence may have at once is promised when it is
-    opened: here :attr:`promised` counts all of them, whether or not they were given.
+    A page is released once all its rows are outside the window and the ``SLACK`` tokens before it, which a
+    sequence may go back. Every sequence is promised its maximum number of pages when it is opened; here
+    :attr:`promised` also counts the pages that it has.
     """
 
     window: int
@@ -27,7 +27,7 @@ class WindowLayerGroup(LayerGroup):
         *,
         logs_copies: bool = False,
     ) -> None:
-        """``step_size``: new tokens of a sequence in one step, at most. The others as of LayerGroup."""
+        """``step_size``: the most new tokens of a sequence in one step. The others as in LayerGroup."""
         super().__init__(layers, num_pages, checkpoints, logs_copies=logs_copies)
         self.window = window
         self.in_chunks = any(layer.format.kind == "chunks" for layer in layers)
@@ -48,14 +48,14 @@ class WindowLayerGroup(LayerGroup):
         return max(0, length - self.window + 1)
 
     def first_read(self, length: int) -> int:
-        """Return the first position that is read for a query: the first of its chunk, if there are chunks."""
+        """Return the first position to read for a query, which may be the start of its chunk."""
         return length // self.window * self.window if self.in_chunks else self.first_seen(length)
 
     def oldest_length(self, table: PageTable) -> int:
         return table.first + self.window - 1 if table.first else 0
 
     def go_back(self, table: PageTable, length: int) -> None:
-        """Become a table of so many tokens; of none, if it lacks rows that the next one sees."""
+        """Empty a table that lacks rows which the token at position ``length`` sees."""
         if self.first_seen(length) < table.first:
             self.pages.release(table.pages)
             table.pages = []
@@ -74,13 +74,13 @@ class WindowLayerGroup(LayerGroup):
         return pages_for(length + new_tokens - first) > table.limit
 
     def advance(self, table: PageTable, start: int, end: int) -> None:
-        """Have pages for positions up to ``end``; give back those not seen from 16 before ``start`` on."""
+        """Allocate pages up to ``end``; release those not seen from ``SLACK`` before ``start`` on."""
         first = self._first_needed(table, start)
         if first > table.start:
             gone = (first - table.start) // PAGE_SIZE
-            given_back = table.pages[:gone]
+            released = table.pages[:gone]
             table.first, table.pages = first, table.pages[gone:]  # at once: no interruption in between
-            self.pages.release(given_back)
+            self.pages.release(released)
         self._extend(table, end)
 
     def _table(self, max_tokens: int, first: int = 0, pages: Sequence[int] = ()) -> PageTable:
@@ -88,7 +88,7 @@ class WindowLayerGroup(LayerGroup):
         return PageTable(first, [*pages], self.limit(max_tokens), moves)
 
     def _first_needed(self, table: PageTable, length: int) -> int:
-        """Return the first row of the first page that a sequence of so many tokens, or 16 fewer, sees."""
+        """Return the first position of the first page seen by ``length`` tokens or ``SLACK`` fewer."""
         return self.first_seen(max(0, length - SLACK)) // PAGE_SIZE * PAGE_SIZE if table.moves else 0
 
     def _extend(self, table: PageTable, end: int) -> None:
@@ -98,11 +98,11 @@ class WindowLayerGroup(LayerGroup):
         return table.limit
 
     def _reserve(self, table: PageTable, max_tokens: int) -> PageTable:
-        """Promise a new table its pages. It takes them as it is written."""
+        """Promise a new table its pages, which are allocated as it is written."""
         self._promise(table, max_tokens)
         return table
 
 
 def window_pages(window: int, step_size: int) -> int:
-    """Return the pages that hold what steps of ``step_size`` tokens see through a window."""
+    """Return how many pages store the tokens that steps of ``step_size`` tokens see through a window."""
     return pages_for(window - 1 + SLACK + step_size) + 1
