@@ -143,7 +143,7 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
     for target, given, deterministic, words in (
         (states, Drafts(), False, "models that kvant computes"),
         (model, Drafts(), True, "deterministic"),
-        (model, own, False, "draft_model is given for a single sequence"),
+        (model, own, False, "draft_model is not for this pool"),
     ):
         pool = target.make_pool(256, sequences=1, options=CacheOptions(kv_bits=0))
         with pytest.raises(ArgumentError, match=words):

@@ -108,7 +108,7 @@ def test_the_batch_and_the_queue_are_bounded(pocket: Pocket) -> None:
     requests = [Request([5 + i], max_tokens=4) for i in range(6)]
     for request in requests[:3]:
         scheduler.submit(request)
-    with pytest.raises(QueueFullError, match="3 requests wait, which is all that may, and 0 answers run"):
+    with pytest.raises(QueueFullError, match="the queue is full: 3 requests wait, and 0 answers run"):
         scheduler.submit(requests[3])
     with pytest.raises(ValueError, match="was submitted before and has not ended"):
         scheduler.submit(requests[0])

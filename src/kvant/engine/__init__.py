@@ -1,1 +1,1 @@
-"""The way from a prompt to text, one file a stage."""
+"""The path from a prompt to text, with one file per stage."""

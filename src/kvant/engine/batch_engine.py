@@ -1,4 +1,4 @@
-"""A thread that computes for all others: requests come from any thread, and their tokens go back to it."""
+"""A thread that computes for all others: any thread may submit requests, and receives their tokens."""
 
 import atexit
 import threading
@@ -21,12 +21,11 @@ Observe = Callable[[Scheduler, Sequence[Token]], object]
 
 
 class BatchEngine:
-    """A scheduler in a thread of its own, which alone computes. It begins when it is made, and sleeps without
-    work.
+    """A scheduler in a thread of its own, the only one that computes.
 
-    A reader holds nobody up, however slow it is. If the thread fails, every request fails with its error at
-    once, and further ones are refused. Close it, or use it in a ``with`` statement, which cancels what is
-    under way.
+    The thread starts at once and sleeps without work. Slow readers do not delay other requests. If the thread
+    fails, every request fails with its error at once, and new ones are refused. Close the engine, or use it
+    in a ``with`` statement, which cancels running requests.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class BatchEngine:
 
         Args:
             model, pool, max_batch, max_queue, deterministic: as in :class:`Scheduler`.
-            stall_after: seconds without a sign of life, while there is work, after which the thread has
-                failed. The longest step, or chunk of a prompt, must be shorter. None: it may take any time.
-            observe: called after every step with the scheduler and the step's tokens, in the engine's thread.
-                It must not wait. An error of it is the engine's.
+            stall_after: seconds after which a thread that has work and shows no progress has failed. It must
+                exceed the longest step and chunk of a prompt. None: no limit.
+            observe: called in the engine's thread after every step, with the scheduler and the step's tokens.
+                It must not block. If it raises, the engine fails.
         """
         check_process()
         if stall_after is not None and not stall_after > 0:
@@ -55,29 +54,31 @@ class BatchEngine:
         self._scheduler = Scheduler(
             model, pool, max_batch=max_batch, max_queue=max_queue, deterministic=deterministic
         )
-        mx.eval(model.arrays)  # a thread cannot compute what another one left undone
+        mx.eval(model.arrays)  # a thread cannot evaluate another thread's lazy arrays
         self._observe = observe
-        self._changed = threading.Condition()  # held to read or change what follows
-        # Who is told of a request, and the numbers of its answers that have not ended.
+        self._changed = threading.Condition()  # protects the following attributes
+        # A request's receiver, and the numbers of its answers that have not ended.
         self._clients: dict[Request, tuple[Deliver, set[int]]] = {}
         self._cancelled: deque[tuple[Request, int | None]] = deque()
         self._closing = self._stopping = False
         self._error: BaseException | None = None
-        self._last_sign: float | None = None  # of life; None: it sleeps
+        self._last_sign: float | None = None  # time of the last progress; None: the thread sleeps
         self._counts = self._scheduler.counts
-        self.drafts = self._scheduler.drafts  # what drafts did up to the last step; any thread may ask
+        self.drafts = self._scheduler.drafts  # counts up to the last step; any thread may read them
         self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
         self._thread.start()
         if stall_after is not None:
             threading.Thread(
                 target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True
             ).start()
-        # A thread that computes while the interpreter goes would crash it.
+        # A thread that computes while the interpreter shuts down would crash it.
         atexit.register(self.close, drain=False, timeout=10)
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in; ``deliver`` gets its tokens in the engine's thread: it must not wait; an
-        error cancels.
+        """Submit a request.
+
+        ``deliver`` gets its tokens in the engine's thread. It must not block; if it raises, the request is
+        cancelled.
         """
         check_process()
         state = self._scheduler.check(request)
@@ -92,9 +93,7 @@ class BatchEngine:
             self._changed.notify_all()
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
-        """End the answers of a request, or one of them, before the next step. One that has ended is no
-        error.
-        """
+        """End a request's answers, or one of them, before the next step. Ended ones are ignored."""
         with self._changed:
             if request in self._clients:
                 self._cancelled.append((request, answer))
@@ -102,26 +101,26 @@ class BatchEngine:
 
     @property
     def counts(self) -> Counts:
-        """What there was to do after the last step; any thread may ask."""
+        """Return the work that was left after the last step; any thread may ask."""
         return self._counts._replace(waiting=self._scheduler.num_waiting)
 
     @property
     def alive(self) -> bool:
-        """Whether the thread computes, or would if there were work."""
+        """Return whether the thread computes, or would if there were work."""
         return self._error is None and self._thread.is_alive()
 
     @property
     def age(self) -> float:
-        """Seconds since the thread's last sign of life, which it gives every step; 0.0 without work."""
+        """Return the seconds since the thread's last step began; 0.0 without work."""
         last = self._last_sign
         return 0.0 if last is None else time.monotonic() - last
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
-        """Take no further requests, and end the thread when those under way have ended. Returns whether it
-        has.
+        """Refuse new requests, and end the thread after the running ones; return whether it has ended.
 
-        ``drain``: they may go on to their ends; else they are cancelled. ``timeout``: seconds to wait at
-        most; None: for ever. It may be closed again, without draining.
+        Args:
+            drain: let running requests finish; otherwise cancel them. A second call may stop draining.
+            timeout: how many seconds to wait; None: no limit.
         """
         with self._changed:
             self._closing = True
@@ -147,7 +146,8 @@ class BatchEngine:
                 if self._stopping:
                     self._scheduler.close()
                 tokens = self._scheduler.step()
-                self._counts, self.drafts = self._scheduler.counts, self._scheduler.drafts
+                self._counts = self._scheduler.counts
+                self.drafts = self._scheduler.drafts
                 for token in tokens:
                     self._hand_over(token)
                 if self._observe is not None:
@@ -160,7 +160,7 @@ class BatchEngine:
             self._counts = self._scheduler.counts
 
     def _wait(self) -> bool:
-        """Sleep until there is work. Returns whether there will be more."""
+        """Sleep until there is work; return False if the engine must stop."""
         with self._changed:
             while self._scheduler.idle and not (self._cancelled or self._closing):
                 self._last_sign = None
@@ -171,7 +171,7 @@ class BatchEngine:
     def _hand_over(self, token: Token) -> None:
         with self._changed:
             if (client := self._clients.get(token.request)) is None:
-                self._scheduler.cancel(token.request)  # its thread was interrupted when it submitted it
+                self._scheduler.cancel(token.request)  # the submitting thread was interrupted
                 return
             deliver, left = client
             if token.finish_reason is not None:
@@ -187,19 +187,20 @@ class BatchEngine:
         looked = time.monotonic()
         while self._thread.is_alive():
             self._thread.join(stall_after / 4)
-            looked, before = time.monotonic(), looked
-            # the process was stopped, as by Ctrl-Z: no thread had any time
-            if looked - before > stall_after / 2:
+            before = looked
+            looked = time.monotonic()
+            if looked - before > stall_after / 2:  # the process itself was suspended, as by Ctrl-Z
                 continue
             if (age := self.age) > stall_after:
                 self._fail(TimeoutError(f"no sign of life for {age:.1f} seconds"))
                 return
 
     def _fail(self, error: BaseException) -> None:
-        """Tell everyone."""
+        """Fail all requests."""
         with self._changed:
             self._error = self._error or error
-            clients, self._clients = self._clients, {}
+            clients = self._clients
+            self._clients = {}
         for request, (deliver, left) in clients.items():
             for number in sorted(left):
                 failed = Token(request, number, None, finish_reason="error", error=self._failure(error))

@@ -29,59 +29,58 @@ from kvant.sizes import format_bytes
 from kvant.text.prompt import encode_prompt
 from kvant.text.tokenizer import Tokenizer
 
-MOST_ROWS = 1024  # of a deterministic step, which has completion_batch_size rows for any number of prompts
+MOST_ROWS = 1024  # of a deterministic step, which always has completion_batch_size rows
 
 
 @dataclass(kw_only=True, slots=True)
 class BatchStats:
-    """What a batch took. The fields and properties are mlx-lm's, ``reserved_bytes`` and ``drafts``."""
+    """Statistics of a batch, with mlx-lm's fields, ``reserved_bytes`` and ``drafts``."""
 
-    prompt_tokens: int = 0  # of prompts that were fed; those of a shared prefix are fed once
-    prompt_time: float = 0.0  # seconds that feeding them took
-    generation_tokens: int = 0  # those that ended a text included
-    # each of one token of every sequence that ran, and of drafts that were accepted
+    prompt_tokens: int = 0  # fed prompt tokens; a shared prefix is fed once
+    prompt_time: float = 0.0  # seconds for feeding prompts
+    generation_tokens: int = 0  # including end-of-text tokens
+    # each step gives every running sequence one token and its accepted drafts
     generation_steps: int = 0
-    decode_time: float = 0.0  # seconds that these steps took
+    decode_time: float = 0.0  # seconds for these steps
     wall_time: float = 0.0  # seconds in all
-    peak_memory: float = 0.0  # most that MLX held so far, in GB (1e9 bytes)
-    reserved_bytes: int = 0  # of the pool, and of a draft model's
-    drafts: DraftCounts | None = None  # what drafts did; None: there were none
+    peak_memory: float = 0.0  # MLX's peak so far, in GB (1e9 bytes)
+    reserved_bytes: int = 0  # of the pool and a draft model's pool
+    drafts: DraftCounts | None = None  # None without drafts
 
     @property
     def prompt_tps(self) -> float:
-        """Prompt tokens a second, of the time that feeding took."""
+        """Return prompt tokens per second of feeding."""
         return self.prompt_tokens / self.prompt_time if self.prompt_time else 0.0
 
     @property
     def decode_tps(self) -> float:
-        """Generated tokens a second, of the steps' time alone."""
+        """Return generated tokens per second of decoding steps."""
         return self.generation_tokens / self.decode_time if self.decode_time else 0.0
 
     @property
     def generation_time(self) -> float:
-        """Seconds beside feeding prompts."""
+        """Return the seconds without feeding prompts."""
         return max(0.0, self.wall_time - self.prompt_time)
 
     @property
     def generation_tps(self) -> float:
-        """Generated tokens a second, of all time beside feeding prompts."""
+        """Return generated tokens per second, without the time for feeding prompts."""
         return self.generation_tokens / self.generation_time if self.generation_time else 0.0
 
     @property
     def overhead_time(self) -> float:
-        """Seconds beside feeding and steps."""
+        """Return the seconds without feeding and decoding steps."""
         return max(0.0, self.wall_time - self.prompt_time - self.decode_time)
 
 
 @dataclass(slots=True)
 class BatchResponse:
-    """The answers, in the order of the prompts. The fields are mlx-lm's; None: not asked for."""
+    """The answers, in the order of the prompts. The fields are mlx-lm's; None: not requested."""
 
-    texts: list[str]  # without what ended them
+    texts: list[str]  # without stop strings and end-of-text tokens
     stats: BatchStats
-    # of prompt and answer, each in memory of its own: cache.save(path) works
-    caches: list[ModelCache | None] | None
-    token_ids: list[list[int]] | None = None  # of the answers, without the token that ended a text
+    caches: list[ModelCache | None] | None  # of prompt and answer, each independent: cache.save(path) works
+    token_ids: list[list[int]] | None = None  # of the answers, without end-of-text tokens
     logprobs: list[list[float]] | None = None  # of these tokens
 
 
@@ -113,50 +112,48 @@ def batch_generate(
     draft_model: LanguageModel | None = None,
     num_draft_tokens: int | None = None,
 ) -> BatchResponse:
-    """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, those of its BatchGenerator
-    too.
+    """Answer many prompts at once. The arguments up to ``stream`` are mlx-lm's, including BatchGenerator's.
 
-    One pool is reserved before the first token, for the prompts that run at once with all their tokens. It
-    never grows.
+    One pool is reserved before the first token, for all tokens of the prompts that run at once. It never
+    grows.
 
     Args:
         model, tokenizer: from :func:`kvant.load`.
         prompts: each as in :func:`kvant.stream_generate`: token ids, as in mlx-lm, or text.
-        prompt_caches: for each prompt a cache that it continues, or None. They are copied, and left as they
-            are.
-        max_tokens: of each answer at most; an int, or one for each prompt.
+        prompt_caches: for each prompt a cache that it continues, or None. They are copied and not changed.
+        max_tokens: maximum length of each answer; one int for all or one per prompt.
         verbose: print the reservation, progress and statistics.
         return_prompt_caches, return_token_ids, return_logprobs: see :class:`BatchResponse`.
-        stop_tokens: rows of token ids, each of which ends an answer; in the place of the tokenizer's end of
-            text.
-        sampler: for all prompts. With a seed, prompt i draws with the seed + i.
-        completion_batch_size: prompts that run at once, at most; up to 1,024 if deterministic.
+        stop_tokens: sequences of token ids, each of which ends an answer, instead of the tokenizer's
+            end-of-text tokens.
+        sampler: for all prompts. With a seed, prompt i draws with seed + i.
+        completion_batch_size: maximum number of prompts that run at once; up to 1,024 if deterministic.
         prefill_batch_size: completion_batch_size is at least this, as in mlx-lm. One prompt is fed at a time.
-        prefill_step_size: prompt tokens fed at a time, at most; default: 512. While an answer runs, and where
-            it is deterministic, at most 128.
-        stream: refused.
-        samplers: one for each prompt, None: ``sampler``. Each draws with its own seed.
+        prefill_step_size: maximum number of prompt tokens fed at a time; default: 512. While an answer runs,
+            and if deterministic, at most 128.
+        stream: must be None.
+        samplers: one for each prompt, or None for ``sampler``. Each draws with its own seed.
         logits_processors, max_kv_size, stop, kv_bits, kv_group_size: as in :func:`kvant.stream_generate`, for
             all.
-        deterministic: a prompt's answer does not depend on the others, on a CPU to the last bit. It takes
+        deterministic: make a prompt's answer independent of the others, on a CPU to the last bit. It takes
             longer.
         draft, draft_model, num_draft_tokens: as in :func:`kvant.stream_generate`; every sequence drafts for
-            itself. For a draft model a second pool is reserved, of as many sequences.
+            itself. A draft model needs a second pool of as many sequences.
 
     Raises:
-        ContextError: a prompt that does not fit the context or max_kv_size, or a pool that does not fit this
-            machine.
-        PromptError: an empty prompt, or ids that the model does not know.
-        ValueError: any other argument out of range. Nothing has been computed then.
+        ContextError: a prompt does not fit the context or max_kv_size, or the pool does not fit this machine.
+        PromptError: a prompt is empty or has unknown ids.
+        ValueError: any other argument is out of range. Nothing has been computed then.
     """
     if stream is not None:
         raise ArgumentError(
             "stream", f"is a {type(stream).__name__}; expected None: MLX's default stream computes"
         )
-    for name, given in (("prompt_caches", prompt_caches), ("max_tokens", max_tokens), ("samplers", samplers)):
-        if isinstance(given, Sequence) and len(given) != len(prompts):
+    per_prompt = {"prompt_caches": prompt_caches, "max_tokens": max_tokens, "samplers": samplers}
+    for name, values in per_prompt.items():
+        if isinstance(values, Sequence) and len(values) != len(prompts):
             raise ArgumentError(
-                name, f"has {len(given)} entries; expected {len(prompts)}, one for each prompt"
+                name, f"has {len(values)} entries; expected {len(prompts)}, one for each prompt"
             )
     ends = [[token] for token in tokenizer.eos_token_ids] if stop_tokens is None else stop_tokens
     for row in ends:
@@ -187,18 +184,18 @@ def batch_generate(
     for number, prompt in enumerate(prompts):
         limit = max_tokens[number] if isinstance(max_tokens, Sequence) else max_tokens
         cache = None if prompt_caches is None else prompt_caches[number]
-        own = None if samplers is None else samplers[number]
+        own_sampler = None if samplers is None else samplers[number]
         try:
             ids = encode_prompt(tokenizer, prompt, model.config.vocab_size)
-            held = 0 if cache is None else model.check_cache(cache).offset
+            cached = 0 if cache is None else model.check_cache(cache).offset
             check_count("max_tokens", limit)
-            needs.append(reservation(model, held + len(ids), limit, max_kv_size))
+            needs.append(reservation(model, cached + len(ids), limit, max_kv_size))
         except (ContextError, PromptError) as error:
             raise type(error)(f"prompts[{number}]: {error}") from error
         request = Request(
             ids,
             max_tokens=limit,
-            sampler=for_answer(shared, number) if own is None else own,
+            sampler=for_answer(shared, number) if own_sampler is None else own_sampler,
             logits_processors=tuple(logits_processors or ()),
             stop_tokens={end[0] for end in ends if len(end) == 1},
             cache=cache,
@@ -213,7 +210,7 @@ def batch_generate(
             print(f"[batch_generate] {text}", end=end)
 
     if requests:
-        # Deterministic: as many for any number of prompts.
+        # Deterministic steps have the same number of rows for any number of prompts.
         rows = at_once if deterministic else min(at_once, len(needs))
         size = pool_reservation(needs, at_once)
         pool = model.make_pool(
@@ -226,7 +223,8 @@ def batch_generate(
         requests = [replace(each, request=replace(each.request, drafts=pool_drafts)) for each in requests]
         say(f"Reserved: {format_bytes(stats.reserved_bytes)} for {pool.max_sequences} sequences at once")
         scheduler = Scheduler(model, pool, max_batch=pool.max_sequences, deterministic=deterministic)
-        finished, started = 0, time.perf_counter()
+        finished = 0
+        started = time.perf_counter()
         for piece in responses(scheduler, requests, tokenizer):
             pieces[piece.number].append(piece)
             if piece.finish_reason is not None:
@@ -236,9 +234,10 @@ def batch_generate(
                     "\n" if finished == len(requests) else " ...\r",
                 )
         stats.wall_time = time.perf_counter() - started
-        stats.prompt_tokens = sum(own[0].prompt_tokens for own in pieces)
+        stats.prompt_tokens = sum(each[0].prompt_tokens for each in pieces)
         stats.generation_tokens = sum(map(len, pieces))
-        stats.prompt_time, stats.decode_time = scheduler.feeding_s, scheduler.decoding_s
+        stats.prompt_time = scheduler.feeding_s
+        stats.decode_time = scheduler.decoding_s
         stats.generation_steps = scheduler.steps
         stats.peak_memory = mx.get_peak_memory() / 1e9
         stats.drafts = None if drafts is None else scheduler.drafts
@@ -248,11 +247,11 @@ def batch_generate(
         say(stats.drafts.describe().capitalize())
     say(f"Peak memory: {stats.peak_memory:.3f} GB")
     # mlx-lm does not count the token that ends a text
-    counted = [[piece for piece in own if piece.finish_reason != "stop"] for own in pieces]
+    counted = [[piece for piece in each if piece.finish_reason != "stop"] for each in pieces]
     return BatchResponse(
-        texts=["".join(piece.text for piece in own) for own in pieces],
+        texts=["".join(piece.text for piece in each) for each in pieces],
         stats=stats,
-        caches=[own[-1].cache for own in pieces] if return_prompt_caches else None,
-        token_ids=[[piece.token for piece in own] for own in counted] if return_token_ids else None,
-        logprobs=[[piece.logprob for piece in own] for own in counted] if return_logprobs else None,
+        caches=[each[-1].cache for each in pieces] if return_prompt_caches else None,
+        token_ids=[[piece.token for piece in each] for each in counted] if return_token_ids else None,
+        logprobs=[[piece.logprob for piece in each] for each in counted] if return_logprobs else None,
     )

@@ -1,4 +1,4 @@
-"""A scheduler of one request at a time, on the cache of a conversation."""
+"""A scheduler of one request at a time on the cache of a conversation."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,15 +13,14 @@ from kvant.models.language_model import context_limit
 
 
 class CacheScheduler(Scheduler):
-    """Answers requests one after another through a cache, which keeps what they leave.
+    """Answers requests one after another through a cache, which keeps their tokens.
 
-    A prompt is the whole text: what the cache has of its beginning is not fed again. Whenever the caller has
-    control, the cache holds the prompt and every token handed out but the last; of a step that verified
-    drafts those too that are handed out next, until the request ends. After an error before the first token
-    it holds what it held. A cache that cannot go back, because a window or a state has moved on, is emptied
-    instead.
+    A prompt is the whole text: the prefix that is in the cache is not fed again. Whenever the caller has
+    control, the cache has the prompt and all returned tokens except the last; after a step that verified
+    drafts, also the accepted tokens that are returned next, until the request ends. An error before the first
+    token restores the cache, or empties it if a window or a state cannot go back.
 
-    A cache serves one request at a time: once it was used otherwise, a step is a RuntimeError.
+    A cache serves one request at a time: once something else used it, a step raises a RuntimeError.
     """
 
     def __init__(
@@ -32,24 +31,24 @@ class CacheScheduler(Scheduler):
         self.sequence = self.cache.sequence
         super().__init__(model, self.cache.pool, max_batch=1, prefill_step_size=prefill_step_size)
         self._pending: deque[Token] = deque()  # of the last step
-        self._last: int | None = None  # handed out last
-        # The sequence's step and lengths when it was looked at last.
+        self._last: int | None = None  # the last returned token
+        # The sequence's step and lengths at the last look.
         self._state: tuple[object | None, int, int] = (None, 0, 0)
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the tokens that the cache holds."""
+        """Return the ids of the cache's tokens, without those not returned yet."""
         return self.sequence.ids[: self._handed_out]
 
     @property
     def _handed_out(self) -> int:
-        """Tokens that the cache holds for what was handed out."""
+        """Return the number of the cache's tokens, without those not returned yet."""
         return self.sequence.length - self.sequence.lookahead
 
     def submit(self, request: Request | PromptState) -> None:
         with self._pool.lock:
             super().submit(request)
-            self.sequence.go_back(self._handed_out)  # what was left suspended here does not go on
+            self.sequence.go_back(self._handed_out)  # a suspended request cannot continue
             self._last = None
             self._note_state()
 
@@ -58,7 +57,7 @@ class CacheScheduler(Scheduler):
         return not self._pending and super().idle
 
     def step(self) -> list[Token]:
-        """Give the next token, if there is one yet."""
+        """Return the next token, if there is one yet."""
         sequence = self.sequence
         with self._pool.lock:
             if not self._owns_cache:
@@ -73,7 +72,7 @@ class CacheScheduler(Scheduler):
                 tokens = [self._pending.popleft()] if self._pending else []
                 if tokens and tokens[0].token is not None:
                     self._last = tokens[0].token
-                    handed_out = sequence.length - len(self._pending)  # an error is behind a token
+                    handed_out = sequence.length - len(self._pending)  # an error comes after a token
                 sequence.lookahead = max(0, sequence.length - handed_out)
                 self._note_state(go_back=bool(tokens) and tokens[0].token is None)
             except BaseException:
@@ -94,7 +93,7 @@ class CacheScheduler(Scheduler):
         self._drop()
 
     def keep_last(self) -> None:
-        """Count the last token of a request that has ended, if there is room, as mlx-lm's cache does."""
+        """Commit the last token of an ended request, if there is room, as mlx-lm's cache does."""
         batch = self.cache.batch
         with self._pool.lock:
             limit = context_limit(self._model, self.cache.max_seq_len)
@@ -114,7 +113,7 @@ class CacheScheduler(Scheduler):
         self._pending.clear()
 
     def _drop(self) -> None:
-        """Forget what was computed and not handed out."""
+        """Forget tokens that were computed and not returned."""
         self._pending.clear()
         with self._pool.lock:
             if self._owns_cache:
@@ -122,14 +121,14 @@ class CacheScheduler(Scheduler):
 
     @property
     def _owns_cache(self) -> bool:
-        """Whether nobody else used the cache since the last look."""
+        """Return whether nothing else used the cache since the last look."""
         return self._state[0] is self.sequence.step and self._state[1:] == (
             self.sequence.length,
             self.sequence.lookahead,
         )
 
     def _note_state(self, *, go_back: bool = False) -> None:
-        """Note how the sequence is; ``go_back``: once it holds only what was handed out."""
+        """Note the sequence's state; ``go_back``: first drop tokens that were not returned."""
         if go_back and self.sequence.lookahead:
             self.sequence.go_back(self._handed_out)
         self._state = (self.sequence.step, self.sequence.length, self.sequence.lookahead)

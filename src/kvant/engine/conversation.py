@@ -1,6 +1,4 @@
-"""A conversation whose history stays in the cache: a turn feeds what is new, or all where the cache cannot
-go back.
-"""
+"""A conversation whose history stays in the cache, so that a turn feeds only new tokens if it can."""
 
 import json
 import time
@@ -30,34 +28,34 @@ from kvant.text.thinking import Thinking
 from kvant.text.tokenizer import Tokenizer
 
 Overflow = Literal["forget", "stop"]
-KEY = "conversation"  # of the messages, in the metadata of a cache's snapshot
+KEY = "conversation"  # of the messages in a snapshot's metadata
 ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Messages that end with a question, as the model is given them."""
+    """Messages that end with a question, rendered for the model."""
 
     messages: list[Message]
     text: str  # the rendered messages
     ids: list[int]  # token ids of the text
-    answer: list[int]  # ids of an answer that was begun; they are fed after the text's
+    answer: list[int]  # ids of the answer so far, fed after the text
 
     def __len__(self) -> int:
         return len(self.ids) + len(self.answer)
 
 
 class Conversation:
-    """Messages, and the tokens of them that the cache holds.
+    """Messages, and their tokens in the cache.
 
-    A model's thinking is told from its answer by the marks of its template, where it has any. A message has
-    the answer as its "content" and the thinking as its "reasoning_content", so that the template says what
-    the model sees again.
+    A model's thinking is separated from its answer by the template's marks, if it has any. A message has the
+    answer as "content" and the thinking as "reasoning_content", and the template decides what the model sees
+    again.
 
     Attributes:
-        messages: the turns so far, as the chat template takes them.
-        reused_tokens: tokens of the last turn's prompt that were in the cache already.
-        forgotten: messages that the last turn dropped, because the context was full.
+        messages: the turns so far, for the chat template.
+        reused_tokens: how many tokens of the last turn's prompt were in the cache already.
+        forgotten: how many messages the last turn dropped because the context was full.
     """
 
     def __init__(
@@ -74,29 +72,31 @@ class Conversation:
 
         Args:
             model, tokenizer: from :func:`kvant.load`.
-            cache: of one sequence, from ``model.make_cache``; emptied.
+            cache: of one sequence, from ``model.make_cache``; it is emptied.
             system_prompt: a system message before the turns.
-            overflow: what to do when the context is full. "forget": drop the oldest turns, each with its
-                answer, feed the others again and go on, in the middle of an answer too; the system prompt and
-                the last question stay. Positions change then, and so do the random numbers of a seeded
-                sampler. "stop": refuse the question, or end the answer.
+            overflow: what to do when the context is full. "forget": drop the oldest turns with their answers,
+                feed the others again and continue, even in the middle of an answer; the system prompt and the
+                last question stay. This changes positions and so the random numbers of a seeded sampler.
+                "stop": refuse the question, or end the answer.
             template_variables: further variables of the chat template, such as ``enable_thinking``.
         """
         if overflow not in get_args(Overflow):
             raise ValueError(
                 f"overflow is {overflow!r}; expected {' or '.join(map(repr, get_args(Overflow)))}"
             )
-        self._model, self._tokenizer, self._overflow = model, tokenizer, overflow
+        self._model = model
+        self._tokenizer = tokenizer
+        self._overflow = overflow
         self._cache = model.check_cache(cache)
         self._variables = dict(template_variables or {})
-        self._turn: Generator[GenerationResponse, None, None] | None = None
+        self._answering: Generator[GenerationResponse, None, None] | None = None
         self._drafts: PooledDrafts | None = None  # of the last turn that had a draft model
         self.messages: list[Message] = []
         self.set_system_prompt(system_prompt)
         self.reset()
 
     def reset(self) -> None:
-        """Forget every turn but the system prompt."""
+        """Forget all turns, but not the system prompt."""
         self._end_turn()
         self.messages = self.messages[: self.system_prompt is not None]
         self.reused_tokens = self.forgotten = 0
@@ -106,96 +106,92 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the cache."""
+        """Return the number of tokens in the cache."""
         return self._cache.offset
 
     @property
     def limit(self) -> int | None:
-        """Tokens that fit: the smaller of the reservation and the model's context; None: any number."""
+        """Return how many tokens fit the reservation and the model's context; None: any number."""
         return context_limit(self._model, self._cache.max_seq_len)
 
     @property
     def system_prompt(self) -> str | None:
-        """The system message before the turns."""
+        """Return the system message before the turns."""
         first = self.messages[0] if self.messages else {"role": ""}
         return first["content"] if first["role"] == "system" else None
 
     def set_system_prompt(self, text: str | None) -> None:
-        """Replace the system message, or take it away; the turns stay, and are fed again with the next
-        one.
-        """
+        """Replace or remove the system message; the turns stay, and are fed again with the next one."""
         self._end_turn()
         others = self.messages[self.system_prompt is not None :]
         self.messages = others if text is None else [{"role": "system", "content": text}, *others]
 
     def send(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
-        """Say something and iterate over the answer.
+        """Ask a question and iterate over the answer.
 
-        Iteration may stop anywhere, or be interrupted: what was answered until then is the turn. A turn
-        without any answer is forgotten.
+        Iteration may stop or be interrupted anywhere; the turn is then the answer so far. A turn without an
+        answer is forgotten.
 
         Args:
             text: the question.
             options: max_tokens, sampler, logits_processors, stop, prefill_step_size, prompt_progress_callback
-                and draft, draft_model and num_draft_tokens, as in :func:`kvant.stream_generate`. Without them
-                every turn is answered as there. A draft model's cache is kept for the next turn.
+                and draft, draft_model and num_draft_tokens, with the defaults of
+                :func:`kvant.stream_generate`. A draft model's cache is kept for the next turn.
 
         Raises:
-            ContextError: the conversation no longer fits, or the question alone does not; it is as it was
-                before.
+            ContextError: the conversation or the question no longer fits; the conversation is unchanged.
         """
         self._end_turn()
         return self._ask(self.messages, text, **options)
 
     def retry(self, **options: Any) -> Iterator[GenerationResponse]:
-        """Answer the last question again; options and errors as :meth:`send`.
+        """Answer the last question again, with the options and errors of :meth:`send`.
 
-        The old answer stays until a token of the new one is there. A PromptError: nothing was asked yet.
+        The old answer stays until the first token of the new one. Raises a PromptError without a question.
         """
         self._end_turn()
         return self.edit(self.messages[self._last_question()]["content"], **options)
 
     def edit(self, text: str, **options: Any) -> Iterator[GenerationResponse]:
-        """Ask this in place of the last question; otherwise as :meth:`retry`."""
+        """Replace the last question and answer it; otherwise like :meth:`retry`."""
         self._end_turn()
         return self._ask(self.messages[: self._last_question()], text, **options)
 
     def undo(self) -> str | None:
-        """Take the last question and its answer back, and their tokens out of the cache.
+        """Remove the last question and its answer, also from the cache.
 
         Returns the question, or None if there was none.
         """
         self._end_turn()
-        if not (found := questions(self.messages)):
+        if not (starts := questions(self.messages)):
             return None
-        question = self.messages[found[-1]]["content"]
-        self.messages = self.messages[: found[-1]]
-        if len(found) == 1:
+        question = self.messages[starts[-1]]["content"]
+        self.messages = self.messages[: starts[-1]]
+        if len(starts) == 1:
             self._cache.reset()
             return question
-        with suppress(PromptError):  # a template may refuse messages that end with an answer
+        with suppress(PromptError):  # a template may reject messages that end with an answer
             text = render_chat(self._tokenizer, self.messages, self._variables)
             self._cache.keep_common(self._known.encode(text))
         return question
 
     def save(self, path: str | Path) -> None:
-        """Save the messages and the cache's tokens to one file, in place of what is there; a turn under way
-        is ended.
+        """End a running turn, and save the messages and the cache's tokens to a file, replacing it.
 
         Raises:
-            SnapshotError: it cannot be written; what was there still is.
+            SnapshotError: it cannot be written; an old file is unchanged.
         """
         self._end_turn()
         metadata = as_metadata(self.messages)
-        messages_of(path, metadata)  # or it could be saved and not loaded
+        messages_of(path, metadata)  # checks that it can be loaded again
         self._cache.save(path, metadata)
 
     def load(self, path: str | Path) -> None:
-        """Go on with a conversation that was saved, its system prompt too, in place of this one.
+        """Replace this conversation, including the system prompt, by a saved one.
 
         Raises:
-            SnapshotError: no such conversation, or one with another model or another format of the cache.
-                This conversation stays then; the cache may be empty, and the next turn feeds all.
+            SnapshotError: the file has no conversation, or one with another model or cache format. This
+                conversation then stays; the cache may be empty, and the next turn feeds all.
         """
         self._end_turn()
         messages = messages_of(path, read_header(Path(path)).metadata)
@@ -206,9 +202,7 @@ class Conversation:
         self._known.restore(self._cache.ids)
 
     def thinking(self) -> Thinking | None:
-        """A splitter for the answer that was begun last; None: the model's template has no marks of
-        thinking.
-        """
+        """Return a splitter for the current answer, or None if the template has no thinking marks."""
         return Thinking.of(self._tokenizer, self._prompt_text)
 
     def _ask(
@@ -233,7 +227,7 @@ class Conversation:
         scheduler = CacheScheduler(self._model, self._cache, prefill_step_size=prefill_step_size)
         pool_drafts = None if drafts is None else self._drafts_for_pool(drafts, self._cache.pool)
         whole = [*before, {"role": "user", "content": text}]
-        prompts = [self._fit(whole, [])]  # that the model was given, the last one of which it answers
+        prompts = [self._fit(whole, [])]  # all prompts of this turn; the model answers the last one
 
         def request(max_tokens: int) -> Request:
             prompt = prompts[-1]
@@ -266,8 +260,8 @@ class Conversation:
         self.reused_tokens = self._cache.keep_common(prompts[0].ids)
         answer = responses(scheduler, [TextRequest(first, stops, following=go_on)], self._tokenizer, started)
         self._prompt_text = prompts[0].text
-        self._turn = self._record(prompts, answer)
-        return self._turn
+        self._answering = self._record(prompts, answer)
+        return self._answering
 
     def _drafts_for_pool(self, drafts: Drafts | ModelDrafts, pool: Pool) -> Drafts:
         """Return the drafts for the cache's pool; a draft model's cache is kept for the next turn."""
@@ -280,15 +274,14 @@ class Conversation:
         return known
 
     def _fit(self, messages: list[Message], answer: Sequence[int]) -> Prompt:
-        """The prompt of these messages and the answer so far, without the oldest turns where that is
-        allowed.
-        """
+        """Return the prompt of these messages and the answer so far, without the oldest turns if allowed."""
 
         def make(messages: list[Message]) -> Prompt:
             text = render_chat(self._tokenizer, messages, self._variables)
             return Prompt(messages, text, self._known.encode(text), list(answer))
 
-        prompt, limit = make(messages), self.limit
+        prompt = make(messages)
+        limit = self.limit
         if limit is None or len(prompt) <= limit:
             return prompt
         room = limit_in_words(self._model, limit)
@@ -310,14 +303,15 @@ class Conversation:
             for response in answer:
                 pieces.append(response.text)
                 tokens.append(response.token)
-                # the turn is recorded before it is handed out: nobody may ask for more
+                # record the turn before the last response, as the caller may not ask for more
                 if response.finish_reason:
                     last = response
                     break
                 yield response
         finally:
             if pieces:
-                prompt, text = prompts[-1], "".join(pieces)
+                prompt = prompts[-1]
+                text = "".join(pieces)
                 has_end = tokens[-1] in self._tokenizer.eos_token_ids
                 self._known.answered(prompt.text, prompt.ids, tokens[:-1] if has_end else tokens)
                 splitter = Thinking.of(self._tokenizer, prompt.text)
@@ -330,29 +324,28 @@ class Conversation:
             yield last
 
     def _end_turn(self) -> None:
-        """Record the turn that was left suspended, if any."""
-        if self._turn is not None:
-            self._turn.close()
-            self._turn = None
+        """Record a suspended turn, if any."""
+        if self._answering is not None:
+            self._answering.close()
+            self._answering = None
 
     def _last_question(self) -> int:
-        """Where the last turn begins."""
-        if found := questions(self.messages):
-            return found[-1]
+        """Return the index of the message that begins the last turn."""
+        if starts := questions(self.messages):
+            return starts[-1]
         raise PromptError("nothing was asked yet; expected a question before")
 
 
 def questions(messages: Sequence[Message]) -> list[int]:
-    """Where turns begin. A turn is a question and what follows until the next."""
+    """Return the indices of questions, which begin the turns."""
     return [place for place, message in enumerate(messages) if message["role"] == "user"]
 
 
 def newest_turns(messages: Sequence[Message], make: Callable[[list[Message]], Prompt], limit: int) -> Prompt:
-    """The prompt of the newest turns, where all of them do not fit; what comes before the first turn stays.
+    """Return the prompt of the newest turns that fit; messages before the first turn stay.
 
-    Half of what the last question leaves free of ``limit`` tokens is kept free. Every turn would forget
-    something otherwise, and feed all others again. Where no more fits it is the last question alone, however
-    long that is.
+    It leaves half of the room after the last question free. Otherwise every turn would forget something and
+    feed all others again. If nothing else fits, it has only the last question, however long that is.
     """
     starts = questions(messages)
     head = messages[: starts[0]]
@@ -361,31 +354,31 @@ def newest_turns(messages: Sequence[Message], make: Callable[[list[Message]], Pr
         return make([*head, *messages[starts[turns] :]])
 
     shortest = without(len(starts) - 1)
-    wanted = (limit + len(shortest)) // 2
+    target = (limit + len(shortest)) // 2
     if len(starts) < 3 or len(shortest) > limit:
         return shortest
     drops = range(1, len(starts) - 1)
-    place = bisect_left(drops, True, key=lambda turns: len(without(turns)) <= wanted)
+    place = bisect_left(drops, True, key=lambda turns: len(without(turns)) <= target)
     return without(drops[place]) if place < len(drops) else shortest
 
 
 def as_metadata(messages: Sequence[Message]) -> dict[str, str]:
-    """Messages as text by its name."""
+    """Return messages as a snapshot's metadata."""
     return {KEY: json.dumps([dict(message) for message in messages])}
 
 
 def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
-    """The messages that a snapshot was saved with."""
+    """Parse the messages in a snapshot's metadata."""
     if KEY not in metadata:
         raise SnapshotError(
             f"{path}: it holds no conversation; expected a file that a conversation was saved to"
         )
     try:
-        found = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
-        if not isinstance(found, list):
-            raise ValueError(f"a JSON {type(found).__name__}; expected a list")
+        messages = json.loads(metadata[KEY], object_pairs_hook=unique_keys)
+        if not isinstance(messages, list):
+            raise ValueError(f"a JSON {type(messages).__name__}; expected a list")
         fields = {"role", "content", "reasoning_content"}
-        for number, raw in enumerate(found):
+        for number, raw in enumerate(messages):
             if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= fields:
                 raise ValueError(
                     f"message {number} is no object of a role, a content and perhaps a reasoning_content"
@@ -397,7 +390,7 @@ def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
                     f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant"
                 )
             for value in raw.values():
-                value.encode()  # half of a character is a UnicodeEncodeError, which is a ValueError
+                value.encode()  # half a surrogate pair raises a UnicodeEncodeError, which is a ValueError
     except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path}: its conversation is malformed: {error}") from error
-    return [*found]
+    return [*messages]

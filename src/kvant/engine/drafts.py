@@ -1,6 +1,4 @@
-"""What a request asks of drafts: tokens that may follow, proposed cheaply and verified several in one
-step.
-"""
+"""Drafts: tokens that may follow, proposed cheaply and verified several per step."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -15,7 +13,8 @@ ServedSource = Literal["none", "prompt", "model"]  # where a server may have a d
 MOST = 7  # tokens of a draft
 MOST_TOKENS = 65_536  # that a drafter from the text remembers
 # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
-START, LAST = 2, 6
+START = 2
+LAST = 6
 LOSS = 2.0  # steps of one token that drafts may cost before they need a longer match
 RETRY = 128  # steps times 2^level, after which a match half as long is tried again
 SAMPLES = 9  # of the time of a step, of which the lower quartile counts
@@ -26,7 +25,7 @@ READ_AT_ONCE = 2048  # tokens that a drafter reads in a step: a long prompt dela
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What drafts did, for one answer or for all of a scheduler."""
+    """Counts of drafts, for one answer or for all of a scheduler."""
 
     # of the model whose tokens were handed out; the first token comes from the prompt and needs none. One of
     # several answers counts for each
@@ -49,18 +48,18 @@ class DraftCounts:
 
 
 class Drafter:
-    """What an answer drafts with."""
+    """Proposes the tokens that may follow an answer."""
 
     is_free: bool = True  # a proposal takes next to no time
     match: int = 0  # tokens that the next proposal rests on; a model's drafter: 0
     ended: str | None = None  # why it proposes nothing any more; None: it may
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take tokens of the sequence that are sure: first the prompt's, then the answer's."""
+        """Add accepted tokens of the sequence: first the prompt's, then the answer's."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Give back what it holds; it drafts no more."""
+        """Free its resources; it drafts no more."""
 
 
 class SuffixDrafter(Drafter):
@@ -90,16 +89,20 @@ class SuffixDrafter(Drafter):
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens[-self._most :]:
             if len(self._tokens) == self._most:
-                kept = self._tokens[self._most // 2 :]
+                newer = self._tokens[self._most // 2 :]
                 self._clear()
-                self.extend(kept)
+                self.extend(newer)
             self._add(token)
 
     def _add(self, token: int) -> None:
-        transitions, link, length, place = self._next, self._link, self._length, self._place
+        transitions = self._next
+        link = self._link
+        length = self._length
+        place = self._place
         here = len(self._tokens)
         self._tokens.append(token)
-        state, new = self._last, len(transitions)
+        state = self._last
+        new = len(transitions)
         transitions.append({})
         length.append(length[state] + 1)
         place.append(here)
@@ -109,18 +112,20 @@ class SuffixDrafter(Drafter):
             state = link[state]
         suffix = 0 if state == -1 else transitions[state][token]
         if state != -1 and length[state] + 1 != length[suffix]:
-            found, suffix = suffix, new + 1  # a state for the shorter strings of the one that was found
-            transitions.append(dict(transitions[found]))
+            original = suffix
+            suffix = new + 1  # a state for the shorter strings of the original one
+            transitions.append(dict(transitions[original]))
             length.append(length[state] + 1)
-            place.append(place[found])
-            link.append(link[found])
-            while state != -1 and transitions[state].get(token) == found:
+            place.append(place[original])
+            link.append(link[original])
+            while state != -1 and transitions[state].get(token) == original:
                 transitions[state][token] = suffix
                 state = link[state]
-            link[found] = suffix
+            link[original] = suffix
         link[new] = suffix
         self._last = new
-        self.match, self._follows = length[suffix], place[suffix] + 1
+        self.match = length[suffix]
+        self._follows = place[suffix] + 1
         for _ in range(RENEWED):
             if suffix <= 0:
                 break
@@ -128,7 +133,7 @@ class SuffixDrafter(Drafter):
             suffix = link[suffix]
 
     def propose(self, count: int) -> list[int]:
-        """Tokens that may follow, none without a match. A copy that reaches the end goes on with itself."""
+        """Return tokens that may follow, none without a match. A copy past the end repeats itself."""
         if not self.match:
             return []
         period = len(self._tokens) - self._follows
@@ -150,7 +155,9 @@ class DraftChoice:
 
     def __init__(self) -> None:
         self.counts = DraftCounts()  # of all answers
-        self._level, self._balance, self._steps = START, 0.0, 0
+        self._level = START
+        self._balance = 0.0
+        self._steps = 0
         # Seconds of steps: of one token begun while the one before ran, of one token not so begun, with
         # drafts.
         self._plain, self._serial, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
@@ -191,10 +198,14 @@ class DraftChoice:
         self._balance = min(self._balance + gained, LOSS)
         counts = self.counts
         if self._balance < -LOSS:
-            self._level, self._steps, self._balance = min(self._level + 1, LAST), 0, 0.0
+            self._level = min(self._level + 1, LAST)
+            self._steps = 0
+            self._balance = 0.0
             counts.off = f"they took longer; {counts.accepted} of {counts.drafted} were accepted"
         elif self._level > START and self._steps >= RETRY << self._level:
-            self._level, self._steps, self._balance = self._level - 1, 0, 0.0
+            self._level = self._level - 1
+            self._steps = 0
+            self._balance = 0.0
             if self._level == START:
                 counts.off = None
 
@@ -205,7 +216,7 @@ def _quartile(times: Collection[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Where drafts come from: what the sequence holds so far."""
+    """Drafts from the sequence's own tokens."""
 
     # by which argument, and its value; for a refusal
     asked: ClassVar[tuple[str, str]] = "draft", "is 'prompt'"
@@ -213,19 +224,15 @@ class Drafts:
     most: int = MOST  # tokens that are drafted a step, at most
 
     def for_pool(self, pool: Pool) -> Self:
-        """For the sequences of a pool."""
+        """Return the drafts for the sequences of a pool."""
         return self
 
     def for_answer(self, salt: bytes, tokens: int) -> Drafter:
-        """A drafter for an answer, of so many tokens at most, to a request of this salt. It must be
-        released.
-        """
+        """Return a drafter for an answer of at most ``tokens`` tokens. It must be released."""
         return SuffixDrafter()
 
     def propose(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]] | None:
-        """At most ``counts`` tokens that may follow each sequence; None: a step was made that had to be
-        before.
-        """
+        """Return at most ``counts`` tokens that may follow each sequence, or None after a preparing step."""
         return [drafter.propose(count) for drafter, count in zip(drafters, counts, strict=True)]
 
 
@@ -239,7 +246,7 @@ class Drafting:
         self._num_read = 0
 
     def update(self, tokens: Sequence[int]) -> bool:
-        """Tell the drafter new tokens, a bounded number a step. Returns whether it knows all of them."""
+        """Pass new tokens to the drafter, a bounded number per step; return whether it has all of them."""
         new = tokens[self._num_read : self._num_read + READ_AT_ONCE]
         self.drafter.extend(new)
         self._num_read += len(new)
@@ -247,7 +254,7 @@ class Drafting:
 
 
 def drafts_of(draft: object) -> Drafts | None:
-    """What ``draft="prompt"`` or "none" asks for; None: no drafts."""
+    """Return the drafts for ``draft="prompt"``, or None for "none"."""
     if draft not in get_args(Source):
         raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
     return None if draft == "none" else Drafts()

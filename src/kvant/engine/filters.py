@@ -1,9 +1,8 @@
-"""Filters: which tokens a sampler may draw.
+"""Filters restrict the tokens that a sampler may draw.
 
-A filter is a class here, with its options among :class:`FilterOptions` and its place in
-:meth:`FilterOptions.filters`. The command and Python take an option from there; HTTP bodies declare theirs in
-``server/body.py``. The tokens left are those mlx-lm leaves, at ties too. What is left of a row depends on
-that row.
+To add a filter, write a class here, its options in :class:`FilterOptions`, and its place in
+:meth:`FilterOptions.filters`. The command and Python read options from there; HTTP bodies declare theirs in
+``server/body.py``. The remaining tokens are mlx-lm's, at ties too, and depend only on their own row.
 """
 
 import math
@@ -20,24 +19,24 @@ XTC_THRESHOLD = 0.1  # mlx-lm's default
 
 
 class Filter:
-    """Leaves some tokens out. Filters with equal fields are equal."""
+    """Excludes some tokens. Filters with equal fields are equal."""
 
     has_coin: ClassVar[bool] = False  # whether it uses a random number of its own
 
     def __call__(self, logprobs: mx.array, coins: mx.array) -> mx.array:
-        """Return log-probabilities (B, vocab) with -inf for the tokens that are left out.
+        """Return log-probabilities (B, vocab) with -inf for excluded tokens.
 
-        ``coins``: random numbers from 0 to 1, (B, 1), or one for all rows.
+        ``coins``: random numbers from 0 to 1, (B, 1) or one for all rows.
         """
         raise NotImplementedError
 
     def check(self, vocab_size: int) -> None:
-        """Refuse a value that the vocabulary is too small for."""
+        """Raise an ArgumentError for a value that the vocabulary is too small for."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopP(Filter):
-    """Keep the likeliest tokens that together have a probability."""
+    """Keep the likeliest tokens that together reach a probability."""
 
     top_p: float
 
@@ -61,13 +60,13 @@ class MinP(Filter):
 
 @dataclass(frozen=True, slots=True)
 class XTC(Filter):
-    """With a probability, leave out every likely token but the least likely of them."""
+    """With a probability, exclude every likely token except the least likely of them."""
 
     has_coin: ClassVar[bool] = True
 
     probability: float
     threshold: float
-    special_tokens: tuple[int, ...]  # are never left out
+    special_tokens: tuple[int, ...]  # never excluded
 
     def __call__(self, logprobs: mx.array, coins: mx.array) -> mx.array:
         return leave_out_top_choices(logprobs, self.probability, self.threshold, self.special_tokens, coins)
@@ -127,49 +126,45 @@ class FilterOptions:
     )
 
     def filters(self, special_tokens: Sequence[int] = ()) -> tuple[Filter, ...]:
-        """Return the filters that leave something out, in mlx-lm's order; XTC spares the special tokens."""
-        found: list[Filter] = []
+        """Return the filters that have an effect, in mlx-lm's order; XTC spares the special tokens."""
+        chosen: list[Filter] = []
         if self.top_p is not None and self.top_p < 1:
-            found.append(TopP(self.top_p))
+            chosen.append(TopP(self.top_p))
         if self.min_p:
-            found.append(MinP(self.min_p, self.min_tokens_to_keep))
+            chosen.append(MinP(self.min_p, self.min_tokens_to_keep))
         if self.xtc_probability:
             threshold = XTC_THRESHOLD if self.xtc_threshold is None else self.xtc_threshold
-            found.append(XTC(self.xtc_probability, threshold, tuple(special_tokens)))
+            chosen.append(XTC(self.xtc_probability, threshold, tuple(special_tokens)))
         if self.top_k:
-            found.append(TopK(self.top_k))
-        return tuple(found)
+            chosen.append(TopK(self.top_k))
+        return tuple(chosen)
 
 
 def keep_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """The likeliest tokens that together have the probability ``top_p`` (Holtzman et al. 2019,
-    arXiv:1904.09751).
+    """Keep the likeliest tokens that together reach ``top_p``, and ties with the last of them.
 
-    A token that is as likely as the last one kept is kept too.
+    Source: Holtzman et al. 2019, arXiv:1904.09751.
     """
     able = logprobs
     if mx.default_device().type != mx.gpu:
-        # Tokens whose probability is lost when it is added to the likeliest one's change no sum: none is
-        # kept, and a CPU sorts many equal numbers fast. Of 151,936 logits most are such. A GPU adds parts
-        # that are summed before.
+        # Tokens too unlikely to change a float32 sum are never kept. Most of 151,936 tokens are, and a CPU
+        # sorts many equal numbers fast. A GPU sums in another order, where they may count.
         likeliest = logprobs.max(axis=-1, keepdims=True).astype(mx.float32)
-        # less than half of float32's last place, with a margin for rounding
+        # below half of float32's last place, with a margin for rounding
         lost = likeliest + math.log(2**-25) - 0.1
         able = mx.where(logprobs < lost, -math.inf, logprobs)
     descending = mx.sort(able, axis=-1)[..., ::-1]
     probs = mx.exp(descending.astype(mx.float32))
     likelier = mx.cumsum(probs, axis=-1, inclusive=False)  # probability of all tokens before each one
     total = likelier[..., -1:] + probs[..., -1:]
-    kept = (likelier < top_p * total).sum(axis=-1, keepdims=True)
-    # None is kept where top_p is too small for float32: the likeliest one is kept then.
-    least = mx.take_along_axis(descending, mx.maximum(kept, 1) - 1, axis=-1)
+    count = (likelier < top_p * total).sum(axis=-1, keepdims=True)
+    # If top_p is too small for float32, keep the likeliest token.
+    least = mx.take_along_axis(descending, mx.maximum(count, 1) - 1, axis=-1)
     return mx.where(logprobs < least, -math.inf, logprobs)
 
 
 def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
-    """Tokens with at least ``min_p`` times the likeliest one's probability (Nguyen et al. 2024,
-    arXiv:2407.01082).
-    """
+    """Keep tokens with at least ``min_p`` times the top probability (Nguyen et al., arXiv:2407.01082)."""
     unlikely = logprobs < logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
         order = mx.argpartition(logprobs, kth=-min_tokens_to_keep, axis=-1)
@@ -180,10 +175,10 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.
 def leave_out_top_choices(
     logprobs: mx.array, probability: float, threshold: float, special_tokens: Sequence[int], coin: mx.array
 ) -> mx.array:
-    """XTC: with a probability, every token above the threshold but the least likely of them is left out.
+    """Apply XTC: with a probability, exclude all tokens above the threshold except the least likely one.
 
-    By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335. Special tokens are never left out.
-    XTC applies where the coin, from 0 to 1, one for all rows or (B, 1), is at most the probability.
+    By p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335. Special tokens are never excluded.
+    XTC applies if the coin, from 0 to 1, (B, 1) or one for all rows, is at most the probability.
     """
     probs = mx.softmax(logprobs, axis=-1)
     least = mx.where(probs > threshold, probs, math.inf).min(axis=-1, keepdims=True)
@@ -194,13 +189,13 @@ def leave_out_top_choices(
 
 
 def keep_top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    """The ``top_k`` likeliest tokens, of equally likely ones any (Fan et al. 2018, arXiv:1805.04833)."""
+    """Keep the ``top_k`` likeliest tokens, breaking ties arbitrarily (Fan et al. 2018, arXiv:1805.04833)."""
     order = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)
     return mx.put_along_axis(logprobs, order[..., top_k:], mx.array(-math.inf, logprobs.dtype), axis=-1)
 
 
 def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:
-    """Refuse a token that the vocabulary does not have."""
+    """Raise an ArgumentError for a token that the vocabulary does not have."""
     for token in special_tokens:
         if not 0 <= token < vocab_size:
             raise ArgumentError(
@@ -209,6 +204,6 @@ def check_special(special_tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def check_at_most(name: str, count: int, most: int) -> None:
-    """Refuse a count that the vocabulary is too small for."""
+    """Raise an ArgumentError for a count that the vocabulary is too small for."""
     if count > most:
         raise ArgumentError(name, f"is {count}; expected at most {most} with this vocabulary")

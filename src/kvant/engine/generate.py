@@ -1,4 +1,4 @@
-"""The loop users call: prompt in, text out, every token timed."""
+"""The functions that users call: prompt in, text out, every token timed."""
 
 import math
 import time
@@ -51,51 +51,48 @@ def stream_generate(
 ) -> Iterator[GenerationResponse]:
     """Generate text token by token. The arguments are mlx-lm's, ``stop`` and ``draft``.
 
-    Everything is checked, and the cache reserved, when this is called; tokens are computed as the result is
-    iterated.
+    The call checks everything and reserves the cache; iterating over the result computes the tokens.
 
     Args:
         model, tokenizer: from :func:`kvant.load`.
-        prompt: text, encoded as it is (a beginning-of-text token only where the tokenizer adds one and the
+        prompt: text, encoded as it is (with a beginning-of-text token only if the tokenizer adds one and the
             text lacks it), or token ids. Messages go through ``tokenizer.apply_chat_template`` first.
         max_tokens: generate at most this many; -1: until the context is full.
-        draft_model, num_draft_tokens: a smaller model with the same tokenizer, which drafts at most 1 to 7
-            tokens a step, default 3. It has a cache of its own, with the format and reservation of the
-            model's.
-        stream: refused.
-        input_embeddings: (T, hidden) in place of the embeddings of the prompt's T ids, where the model takes
-            them. The prompt may be empty then: logits processors see id 0 for each.
-        sampler: from :func:`kvant.sample_utils.make_sampler`, or any function of log-probabilities (1, vocab)
-            to a token (1,), such as mlx-lm's; default: greedy.
+        draft_model, num_draft_tokens: a smaller model with the same tokenizer, and how many tokens it drafts
+            per step, 1 to 7, default 3. It has its own cache with the model's format and reservation.
+        stream: must be None.
+        input_embeddings: (T, hidden), used instead of the embeddings of the prompt's T ids if the model
+            supports it. The prompt may then be empty: logits processors see id 0 for each.
+        sampler: from :func:`kvant.sample_utils.make_sampler`, or any function from log-probabilities
+            (1, vocab) to a token (1,), such as mlx-lm's; default: greedy.
         logits_processors: functions of (tokens so far, logits), such as those of
             :func:`kvant.sample_utils.make_logits_processors` or mlx-lm's.
-        max_kv_size: reserve at most so many tokens, where that is less than prompt + max_tokens. mlx-lm
-            overwrites the oldest tokens then; here the text ends, with the ``finish_reason`` "context".
-        prompt_cache: from ``model.make_cache``; the prompt continues what it holds. Afterwards it holds the
-            prompt and every generated token, where there is room, as in mlx-lm; before the end all but the
-            last. It serves one run at a time: a run left suspended on it raises a RuntimeError when it is
-            asked for more.
-            Default: one that is reserved for prompt + max_tokens, at most the model's context.
+        max_kv_size: reserve at most this many tokens. If prompt + max_tokens exceed it, mlx-lm overwrites the
+            oldest tokens; here the text ends with the ``finish_reason`` "context".
+        prompt_cache: from ``model.make_cache``; the prompt continues its tokens. Afterwards it has the prompt
+            and, if there is room, every generated token, as in mlx-lm; before the end all but the last. It
+            serves one generation at a time: an older suspended one raises a RuntimeError when resumed.
+            Default: a cache reserved for prompt + max_tokens, at most the model's context.
         prefill_step_size: prompt tokens fed at a time.
-        kv_bits, kv_group_size: of the cache that is reserved; default: 8 bits in groups of 32. 0 bits: no
-            quantization, which is mlx-lm's default. With a ``prompt_cache`` they can only confirm what it
-            has, as max_kv_size can.
+        kv_bits, kv_group_size: of the reserved cache; default: 8 bits in groups of 32. 0 bits: no
+            quantization, which is mlx-lm's default. With a ``prompt_cache``, these and max_kv_size must be
+            its own.
         quantized_kv_start: 0 or None. A cache is quantized from the first token.
-        stop: a string or strings that end the text, which does not include them.
+        stop: one or several strings that end the text, which does not include them.
         prompt_progress_callback: called with (prompt tokens fed, prompt tokens in all).
-        draft: "prompt": where text repeats, verify several tokens a step. It is the same text but for
-            rounding, and quicker where that pays. "none": one token a step, unless there is a draft model.
+        draft: "prompt": verify several tokens per step where text repeats. The text is the same except for
+            rounding, and faster if drafts pay. "none": one token per step, unless there is a draft model.
 
     Yields:
-        One :class:`GenerationResponse` a token; the last has a ``finish_reason``.
+        One :class:`GenerationResponse` per token; the last one has a ``finish_reason``.
 
     Raises:
         ContextError: the prompt does not fit the reserved context.
-        RuntimeError: another thread uses the cache, now or when a token is asked for; or this process was
-            forked from one that had loaded a model.
-        ModelError: a draft model with another tokenizer.
-        PromptError: an empty prompt, or ids the model does not know.
-        ValueError: any other argument out of range. Nothing has been fed then.
+        RuntimeError: another thread uses the cache, now or later, or this process was forked from one that
+            had loaded a model.
+        ModelError: the draft model has another tokenizer.
+        PromptError: the prompt is empty or has unknown ids.
+        ValueError: any other argument is out of range. Nothing has been fed then.
     """
     started = time.perf_counter()
     if stream is not None:
@@ -131,43 +128,43 @@ def stream_generate(
         keep_logprobs=True,
     )
     answer = responses(scheduler, [TextRequest(request, stops)], tokenizer, started)
-    return answer if prompt_cache is None else _kept(scheduler, answer)
+    return answer if prompt_cache is None else _then_keep_last(scheduler, answer)
 
 
 def check_confirmed(
     cache: ModelCache, kv_bits: int | None, kv_group_size: int | None, max_kv_size: int | None
 ) -> None:
-    """Refuse what a cache of the caller's is not; None: nothing is said of it."""
-    said = [("max_kv_size", max_kv_size, cache.max_seq_len)]
-    said += [
-        ("kv_bits", kv_bits, own) for own in {own for each in cache.pool.formats for own in each.bits} or {0}
-    ]
-    for own in cache.pool.formats:
-        # A bridged layer whose widths the group does not divide has a smaller one.
-        if own.kv_bits and own.kv_group_size != math.gcd(
-            kv_group_size or 0, own.head_dim, own.value_head_dim
-        ):
-            said.append(("kv_group_size", kv_group_size, own.kv_group_size))
-    for name, given, held in said:
-        if given not in (None, held):
-            raise ArgumentError(name, f"is {given}; {held} is that of the", "prompt_cache")
+    """Raise an ArgumentError for an argument that differs from the caller's cache; None is ignored."""
+    facts = [("max_kv_size", max_kv_size, cache.max_seq_len)]
+    every_bits = {bits for each in cache.pool.formats for bits in each.bits} or {0}
+    facts += [("kv_bits", kv_bits, bits) for bits in every_bits]
+    for each in cache.pool.formats:
+        # A bridged layer whose widths the group does not divide has a smaller group.
+        group = math.gcd(kv_group_size or 0, each.head_dim, each.value_head_dim)
+        if each.kv_bits and each.kv_group_size != group:
+            facts.append(("kv_group_size", kv_group_size, each.kv_group_size))
+    for name, value, actual in facts:
+        if value not in (None, actual):
+            raise ArgumentError(name, f"is {value}; {actual} is that of the", "prompt_cache")
 
 
 def _check_embeddings(embeddings: object, num_ids: int, model: LanguageModel, *, drafting: bool) -> None:
-    """Refuse what cannot replace the embeddings of so many ids."""
+    """Raise an ArgumentError unless these can replace the embeddings of ``num_ids`` ids."""
     if model.embedding_size is None:
         reason = f"this {model.config.model_type} takes ids alone"
         raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
     if drafting:
         raise ArgumentError("input_embeddings", "is given; expected None: drafts need ids")
     expected = (num_ids, model.embedding_size)
-    given = embeddings.shape if isinstance(embeddings, mx.array) else type(embeddings).__name__
-    if given != expected:
-        said = f"is {given}; expected {expected} for the prompt's {num_ids} tokens"
-        raise ArgumentError("input_embeddings", said)
+    actual = embeddings.shape if isinstance(embeddings, mx.array) else type(embeddings).__name__
+    if actual != expected:
+        problem = f"is {actual}; expected {expected} for the prompt's {num_ids} tokens"
+        raise ArgumentError("input_embeddings", problem)
 
 
-def _kept(scheduler: CacheScheduler, answer: Iterator[GenerationResponse]) -> Iterator[GenerationResponse]:
+def _then_keep_last(
+    scheduler: CacheScheduler, answer: Iterator[GenerationResponse]
+) -> Iterator[GenerationResponse]:
     yield from answer
     scheduler.keep_last()
 
@@ -182,8 +179,8 @@ def generate(
     """Generate text and return it whole.
 
     Args:
-        model, tokenizer, prompt, options: as :func:`stream_generate` has them; errors too.
-        verbose: print the text as it comes and statistics after it.
+        model, tokenizer, prompt, options: as in :func:`stream_generate`, which also describes the errors.
+        verbose: print the text as it is generated, then statistics.
     """
     pieces = []
     last = None

@@ -1,4 +1,4 @@
-"""A failure of the fused kernel in a step: it is reported, and recorded for later caches."""
+"""Reporting and recording of the fused kernel's failures in a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from kvant.operators import kernel_record
 def kernel_failures(pool: Pool) -> Iterator[None]:
     """Raise MLX's errors in a step as a KernelError, if the pool uses the fused kernel.
 
-    MLX raises a plain RuntimeError or ValueError, whatever failed. Arrays that the step changed may be lost.
-    The failure is recorded: later caches of these formats, in other processes too, do without the kernel.
+    MLX raises a plain RuntimeError or ValueError for any failure. Arrays that the step changed may be lost.
+    The failure is recorded, so that later caches of these formats, in any process, avoid the kernel.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""A model's name or folder to a decoder and a tokenizer."""
+"""Loading of a model and its tokenizer by name or folder."""
 
 import math
 import warnings
@@ -71,30 +71,28 @@ def load(
     """Load a model and its tokenizer. The arguments are mlx-lm's.
 
     Args:
-        path_or_hf_repo: what :func:`find_model` takes: a model folder, a known name,
-            ``owner/repository[@revision]`` or ``pocket``. Nothing is downloaded: ``kvant pull`` does that.
+        path_or_hf_repo: a model folder, a known name, ``owner/repository[@revision]`` or ``pocket``, as in
+            :func:`find_model`. Nothing is downloaded: ``kvant pull`` does that.
         tokenizer_config: ``eos_token``, a token of the vocabulary that ends a text instead of the tokenizer's
-            own, and ``chat_template``, Jinja source. Any other key is refused.
-        model_config, trust_remote_code: refused, but for None, False and what is empty.
-        lazy: True warns: every weight is read and checked at load, one layer after the other.
-        adapter_path: the folder of a LoRA or DoRA adapter as mlx-lm trains it.
-        return_config: return the folder's config.json too.
-        revision: a repository's commit, branch or tag, as it was pulled; refused for a folder and for
-            ``pocket``.
-        path_or_name: another name of ``path_or_hf_repo``.
-        weights: how a CPU holds quantized matrices: "packed", or "float32", which takes more memory and less
-            time; default: the latter where the floats take at most half of the memory.
+            own, and ``chat_template``, Jinja source. Other keys are refused.
+        model_config, trust_remote_code: must be None, False or empty.
+        lazy: True warns that every weight is read and checked at load, one layer after the other.
+        adapter_path: the folder of a LoRA or DoRA adapter trained by mlx-lm.
+        return_config: also return the folder's config.json.
+        revision: a pulled commit, branch or tag of a repository; must be None for a folder and ``pocket``.
+        path_or_name: another name for ``path_or_hf_repo``.
+        weights: how a CPU stores quantized matrices: "packed", or "float32", which takes more memory and less
+            time; default: the latter if the floats take at most half of the memory.
 
     Returns:
-        The model: a decoder of kvant's own, or a bridged one where only mlx-lm has the architecture. A
-        tokenizer with the names of mlx-lm's wrapper. Its ``eos_token_ids`` are the tokenizer's and those of
-        generation_config.json or, without one, config.json. With ``return_config`` config.json as a dict,
-        whose ``eos_token_id`` is that of generation_config.json where that has one.
+        The model, a decoder of kvant's own, or a bridged one if only mlx-lm has the architecture; a tokenizer
+        with the names of mlx-lm's wrapper, whose ``eos_token_ids`` are the tokenizer's and those of
+        generation_config.json or, without one, config.json; and with ``return_config`` config.json as a dict,
+        with the ``eos_token_id`` of generation_config.json if that has one.
 
     Raises:
-        ModelError: no such folder, a model that was not pulled, or one that is not supported, model or
-            adapter.
-        ValueError: an argument that cannot be applied; known before anything is loaded, but for an
+        ModelError: the folder does not exist, the model was not pulled, or model or adapter is not supported.
+        ValueError: an argument cannot be applied. It is raised before anything is loaded, except for an
             ``eos_token`` that the vocabulary does not have.
     """
     name = path_or_name if path_or_hf_repo is None else path_or_hf_repo
@@ -102,12 +100,12 @@ def load(
         raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
     if path_or_hf_repo is not None and path_or_name is not None:
         raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
-    for key, given in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
-        if not isinstance(given, Mapping | None):
-            raise ArgumentError(key, f"is a {type(given).__name__}; expected a dict")
+    for key, value in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(value, Mapping | None):
+            raise ArgumentError(key, f"is a {type(value).__name__}; expected a dict")
     if model_config:
         raise ArgumentError(
-            "model_config", f"has {_names(model_config)}; a model is as its folder's config.json says"
+            "model_config", f"has {_names(model_config)}; expected None: the folder's config.json decides"
         )
     settings = dict(tokenizer_config or {})
     inner = "tokenizer_config['trust_remote_code']"
@@ -160,15 +158,13 @@ def load_folder(
     load_weights: LoadModel | None = None,
     weights: Weights | None = None,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load from a folder; ``process``: for the tokenizer; ``load_weights``: in place of
-    :func:`load_model`.
-    """
+    """Load from a folder, with this process for the tokenizer and ``load_weights`` as :func:`load_model`."""
     adapter = None if adapter_path is None else find_adapter(adapter_path)
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
         identity = identify(folder, adapter)
     except ModelError:
-        check_model(folder)  # an error of the model itself is said first
+        check_model(folder)  # an error of the model itself comes first
         raise
     model = (load_weights or partial(load_model, weights=weights))(folder, progress, adapter)
     model.identity = identity
@@ -184,11 +180,9 @@ def load_model(
     *,
     weights: Weights | None = None,
 ) -> LanguageModel:
-    """:func:`kvant.models.load_decoder` where kvant has the architecture, else by mlx-lm's class without
-    adapter.
+    """Load a decoder if kvant has the architecture; otherwise load a bridged model, without an adapter.
 
-    ``weights``: how a CPU holds quantized matrices; None: as floats where those take at most half of its
-        memory.
+    ``weights``: how a CPU stores quantized matrices; None: as floats if these take at most half the memory.
     """
     if not is_bridged_folder(folder):
         if weights is None:
@@ -202,7 +196,7 @@ def load_model(
 
 
 def default_weights(folder: Path) -> Weights:
-    """How :func:`load_model` holds a decoder's quantized matrices: floats pay with OpenBLAS only."""
+    """Return how :func:`load_model` stores quantized matrices by default: floats pay only with OpenBLAS."""
     if mx.default_device().type != mx.cpu or blas.sgemv() is None:
         return "packed"
     config, tensors = check_folder(folder, whole=False)
@@ -212,9 +206,7 @@ def default_weights(folder: Path) -> Weights:
 
 
 def check_model(folder: Path) -> None:
-    """Check a folder's config.json and the headers of its tensors, as :func:`load_model`; no tensor is
-    read.
-    """
+    """Check a folder's config.json and tensor headers as :func:`load_model` does, without reading tensors."""
     if not is_bridged_folder(folder):
         check_folder(folder)
         return
@@ -224,18 +216,18 @@ def check_model(folder: Path) -> None:
 
 
 def is_bridged_folder(folder: Path) -> bool:
-    """Whether mlx-lm's class is to compute a folder's model."""
+    """Return whether a folder's model needs mlx-lm's class."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     return is_bridged(read_json(folder / "config.json"))
 
 
 def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model.
+    """Return the folder of a model.
 
-    ``pocket`` is the embedded model. A path, text that begins as one (``/``, ``.``, ``~``) and text that
-    names an existing folder mean that folder. Anything else is the name of an imported model, a known name or
-    ``owner/repository[@revision]``, pulled before.
+    ``pocket`` is the embedded model. A path, text that begins like one (``/``, ``.``, ``~``) and the name of
+    an existing folder mean that folder. Anything else must be the name of an imported model, or a pulled
+    model's known name or ``owner/repository[@revision]``.
     """
     name = str(path_or_name)
     folder = Path(str(resources.files("kvant") / POCKET)) if name == POCKET else _folder(name)
@@ -248,7 +240,7 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
         raise ModelError(f"{shown} is a GGUF file; `kvant import FILE` makes a model folder of it once")
     if isinstance(path_or_name, Path) or name.startswith(("/", ".", "~")):
         raise ModelError(f"model {shown!r} is not a folder")
-    from kvant import weights  # not for a folder: it imports what pulling takes
+    from kvant import weights  # here, because it imports much that folders do not need
     from kvant.weights.imported import find_imported, model_names
     from kvant.weights.known import packaged_models
 
@@ -268,7 +260,7 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
 
 
 def find_adapter(path: str | Path) -> Path:
-    """An adapter's folder."""
+    """Return an adapter's folder."""
     if (folder := _folder(str(path))) is not None:
         return folder
     raise ModelError(f"adapter {str(path)[:200]!r} is not a folder; expected one as mlx_lm.lora writes it")
@@ -278,5 +270,5 @@ def _folder(name: str) -> Path | None:
     try:
         folder = Path(name).expanduser()
         return folder if name and folder.is_dir() else None
-    except (OSError, RuntimeError, ValueError):  # a name too long, a user who does not exist, a NUL
+    except (OSError, RuntimeError, ValueError):  # a name that is too long, an unknown user, a NUL
         return None

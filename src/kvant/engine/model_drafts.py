@@ -1,6 +1,4 @@
-"""Drafts of a model: a pool of its own beside that of the other model, and a step of all sequences a
-drafted token.
-"""
+"""Drafts of a model, which has its own pool and takes a step of all sequences per drafted token."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +23,8 @@ from kvant.models.language_model import context_limit
 from kvant.sizes import format_bytes
 from kvant.text.tokenizer import Tokenizer, check_same, load_tokenizer
 
-DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS = 3, MOST
+DEFAULT_DRAFT_TOKENS = 3
+MOST_DRAFT_TOKENS = MOST
 MOST_BEHIND = 8  # tokens of a sequence that are fed with the step that drafts; more are fed before, in chunks
 SAME = "a draft model needs the same tokenizer"
 
@@ -35,7 +34,7 @@ _same: WeakKeyDictionary[Tokenizer, set[str]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelDrafts:
-    """What is asked of a model that drafts."""
+    """The request for drafts of a model."""
 
     asked: ClassVar[tuple[str, str]] = "draft_model", "is given"
 
@@ -55,9 +54,10 @@ class ModelDrafts:
         Each has as many tokens as one of the pool's, at most the draft model's own context.
         """
         check_drafts(self, pool)
-        config, formats = self.model.config, pool.formats
-        bits = max((max(own.bits) for own in formats), default=0)
-        group = max((own.kv_group_size for own in formats), default=0) or DEFAULT_KV_GROUP_SIZE
+        config = self.model.config
+        formats = pool.formats
+        bits = max((max(each.bits) for each in formats), default=0)
+        group = max((each.kv_group_size for each in formats), default=0) or DEFAULT_KV_GROUP_SIZE
         chosen = draft_format(config, replace(self.options.at(bits), kv_group_size=group))
         tokens = context_limit(self.model, pool.max_seq_len) or pool.max_seq_len
         cache: ModelCache | None = None
@@ -76,7 +76,7 @@ class ModelDrafts:
             refused = "side by side expected a model that kvant computes without mlx-lm"
         if not made.takes_back:
             raise ArgumentError("draft_model", f"has {config.model_type}'s layers; {refused}")
-        mx.eval(self.model.arrays)  # a thread cannot compute what another one left undone
+        mx.eval(self.model.arrays)  # a thread cannot evaluate another thread's lazy arrays
         return PooledDrafts(most=self.most, model=self.model, pool=made, cache=cache)
 
 
@@ -103,20 +103,20 @@ class PooledDrafts(Drafts):
         return made
 
     def propose(self, drafters: Sequence["ModelDrafter"], counts: Sequence[int]) -> list[list[int]] | None:
-        """As :meth:`Drafts.propose`. Where it fails, no answer under way drafts any more."""
+        """Do as :meth:`Drafts.propose`. If it fails, no running answer drafts any more."""
         able = {each: count for each, count in zip(drafters, counts, strict=True) if each.opened()}
-        found: dict[ModelDrafter, list[int]] = {}
+        drafts: dict[ModelDrafter, list[int]] = {}
         try:
             for each in able:
                 if len(each.rest) > min(MOST_BEHIND, self.pool.prefill_step_size):
                     self._feed(each)
                     return None
-            found = self._draft(able)
+            drafts = self._draft(able)
         except Exception as error:
             for each in [*self.drafters]:
                 each.ended = f"the draft model failed: {one_line(error)}"
                 each.release(failed=True)
-        return [found.get(each, []) for each in drafters]
+        return [drafts.get(each, []) for each in drafters]
 
     def _feed(self, drafter: "ModelDrafter") -> None:
         ids = drafter.rest[:-1][: min(CHUNK, self.pool.prefill_step_size)]
@@ -129,7 +129,7 @@ class PooledDrafts(Drafts):
             drafter.sequence.share_prefix()
 
     def _draft(self, counts: dict["ModelDrafter", int]) -> dict["ModelDrafter", list[int]]:
-        found: dict[ModelDrafter, list[int]] = {each: [] for each in counts}
+        drafts: dict[ModelDrafter, list[int]] = {each: [] for each in counts}
         rows = {each: each.rest for each in counts}
         widest = max(map(len, rows.values()), default=1)
         # Every sequence has to have room for as many; one near its end drafts no more.
@@ -150,28 +150,26 @@ class PooledDrafts(Drafts):
             batch.commit([len(row) for row in fed], ids=fed)
             for each, guess in zip(left, guesses, strict=True):
                 rows[each] = [guess]
-                found[each].append(guess)
-            left = [each for each in left if len(found[each]) < counts[each] and each.sequence.room]
+                drafts[each].append(guess)
+            left = [each for each in left if len(drafts[each]) < counts[each] and each.sequence.room]
             widest = 1
-        for each, draft in found.items():
+        for each, draft in drafts.items():
             if draft:  # the last one drafted was not fed
                 each.num_fed = len(each.tokens)
                 each.drafted = draft[: each.sequence.length - each.num_fed]
-        return found
+        return drafts
 
 
 class ModelDrafter(Drafter):
-    """The sequence of an answer in a draft model's pool; it is opened, and computed, when a draft is asked
-    for.
-    """
+    """An answer's sequence in a draft model's pool, opened and computed when a draft is requested."""
 
     is_free = False
 
     def __init__(self, drafts: PooledDrafts, salt: bytes, reserved: int) -> None:
-        """``salt``: prompts are shared with sequences of the same one. ``reserved``: tokens that it can
-        have.
-        """
-        self.drafts, self._salt, self._reserved = drafts, salt, reserved
+        """``salt``: it shares prompts with sequences of the same salt. ``reserved``: maximum tokens."""
+        self.drafts = drafts
+        self._salt = salt
+        self._reserved = reserved
         self.tokens: list[int] = []  # of its answer
         self.num_fed = 0  # of these, the first that its sequence has
         self.drafted: Sequence[int] = ()  # what its sequence has behind them
@@ -194,9 +192,7 @@ class ModelDrafter(Drafter):
         return self.tokens[self.num_fed :]
 
     def opened(self) -> bool:
-        """Take pages, or take back what was drafted and did not come. Returns whether anything can be
-        drafted.
-        """
+        """Open the sequence, or undo rejected drafts; return whether anything can be drafted."""
         if self.ended is None and len(self.tokens) > self._reserved:
             self.ended = f"the draft model's context, {self._reserved} tokens, is full"
         if self.ended is not None:
@@ -211,17 +207,18 @@ class ModelDrafter(Drafter):
                 return False
             self.num_fed = self._sequence.length
         came = takewhile(lambda pair: pair[0] == pair[1], zip(self.drafted, self.rest, strict=False))
-        # One has to be fed for there to be logits.
+        # One token must be fed to get logits.
         self.num_fed = min(self.num_fed + sum(1 for _ in came), len(self.tokens) - 1)
         self.drafted = ()
         self._sequence.trim_to(self.num_fed)
         return True
 
     def release(self, *, failed: bool = False) -> None:
-        """Give its pages back, once; later sequences may begin with what it has, unless that failed."""
+        """Release its pages once; unless it failed, later sequences may start with its tokens."""
         if self in self.drafts.drafters:
             self.drafts.drafters.remove(self)
-        sequence, self._sequence = self._sequence, None
+        sequence = self._sequence
+        self._sequence = None
         self.ended = self.ended or "the answer has ended"
         if sequence is not None:
             if not failed:
@@ -243,16 +240,14 @@ def asked_drafts(
     model: LanguageModel,
     tokenizer: Tokenizer,
 ) -> Drafts | ModelDrafts | None:
-    """What a request of this model asks for, by its arguments or by ``draft`` as made before; None: no
-    drafts.
-    """
+    """Return the drafts for these arguments, or ``draft`` itself if it was made before; None: no drafts."""
     if isinstance(draft, Drafts | ModelDrafts):
         return draft
-    found = drafts_of(draft)
+    source = drafts_of(draft)
     check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
     if draft_model is None:
-        return found
-    if found is not None:
+        return source
+    if source is not None:
         raise ArgumentError("draft", f"is {draft!r}; expected 'none' beside a", "draft_model")
     if not hasattr(draft_model, "every_logits"):  # a path, or a model of mlx-lm's
         raise ArgumentError(
@@ -264,27 +259,27 @@ def asked_drafts(
 
 
 def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool, *, deterministic: bool = False) -> None:
-    """Refuse drafts where a step of several tokens cannot be verified.
+    """Raise an ArgumentError if drafts cannot be verified with this pool.
 
-    What of a step cannot be taken back in part, because of states, is fed again; of one sequence alone.
+    If states prevent undoing a part of a step, the accepted tokens are fed again, for one sequence only.
     """
     if drafts is None:
         return
-    name, given = drafts.asked
+    name, value = drafts.asked
     if deterministic:
         raise ArgumentError(
-            name, f"{given}; a step of more tokens rounds differently: it is refused with", "deterministic"
+            name, f"{value}; a step of more tokens rounds differently: it is refused with", "deterministic"
         )
     if pool.divided and name == "draft_model":
-        raise ArgumentError(name, f"{given}; several ranks draft from prompt and answer alone")
+        raise ArgumentError(name, f"{value}; several ranks draft from prompt and answer alone")
     if not (pool.takes_back or pool.single):
         raise ArgumentError(
-            name, f"{given}; side by side drafts are for models that kvant computes without mlx-lm"
+            name, f"{value}; side by side drafts are for models that kvant computes without mlx-lm"
         )
 
 
 def check_draft_tokens(num_draft_tokens: int | None, *, has_model: bool) -> None:
-    """Refuse a number of drafted tokens that is none, or that would have no effect."""
+    """Raise an ArgumentError for an invalid number of drafted tokens, or one without effect."""
     if num_draft_tokens is None:
         return
     if type(num_draft_tokens) is not int or not 1 <= num_draft_tokens <= MOST_DRAFT_TOKENS:
@@ -302,7 +297,8 @@ def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: L
     padded to different sizes. Of a draft model that was not loaded from a folder only the size of its
     vocabulary is known.
     """
-    ours, theirs = model.identity, draft_model.identity
+    ours = model.identity
+    theirs = draft_model.identity
     if draft_model is model:
         return
     if theirs is None or theirs.folder is None:

@@ -1,4 +1,4 @@
-"""Options of sampling: their ranges, in words and as tests, and a dataclass field that carries one."""
+"""Ranges of sampling options, in words and as predicates, and a dataclass field that carries one."""
 
 from collections.abc import Callable
 from dataclasses import field
@@ -8,7 +8,7 @@ MIN_TEMP = 1e-3  # logits divided by less leave float32
 # A penalty is subtracted for each occurrence of a token; a whole context of them stays within float32.
 MAX_LOGIT = 1e20
 
-Range = tuple[str, Callable[[Any], bool]]  # in words, and as a test
+Range = tuple[str, Callable[[Any], bool]]  # in words, and as a predicate
 
 TEMP: Range = (
     f"0, or from 0.001 on, at most {MAX_LOGIT:g}",
@@ -30,7 +30,7 @@ SEED: Range = (f"from 0 to {2**64 - 1}", lambda value: 0 <= value < 2**64)
 def option_field(values: Range, text: str, needs: str = "", *, default: Any = None) -> Any:
     """Return a dataclass field with a range, help and a default.
 
-    ``needs``: another option, without which this one has no effect.
+    ``needs``: another option without which this one has no effect.
     """
     return field(
         default=default, metadata={"expected": values[0], "holds": values[1], "help": text, "needs": needs}

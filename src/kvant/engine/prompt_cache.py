@@ -1,4 +1,4 @@
-"""mlx-lm's functions of a prompt cache, for kvant's models and mlx-lm's, and for their caches."""
+"""mlx-lm's prompt cache functions, for the models and caches of kvant and mlx-lm."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,28 +21,27 @@ def make_prompt_cache(
     kv_format: KVFormat | str | Path | None = None,
     kv_tail: bool | None = None,
 ) -> Any:
-    """A prompt cache that is reserved now and never grows, of a model of :func:`kvant.load` or of mlx-lm's
-    own.
+    """Make a prompt cache, which is reserved now and never grows.
 
     Args:
-        model: of ``kvant.load``: the result is its :class:`kvant.cache.ModelCache`. Of ``mlx_lm.load``: a
-            list for mlx-lm's own loops, see :mod:`kvant.bridge.prompt_cache`.
-        max_kv_size: tokens it can hold; None: at most 4,096, and at most the context of a model of
+        model: of ``kvant.load``, for its :class:`kvant.cache.ModelCache`, or of ``mlx_lm.load``, for a list
+            for mlx-lm's own loops (see :mod:`kvant.bridge.prompt_cache`).
+        max_kv_size: maximum number of tokens; None: at most 4,096, and at most the context of a model of
             ``kvant.load``.
         kv_bits: 8, 4, or 0 for no quantization; None: 8.
         kv_group_size: elements that share a scale; None: 32.
-        kv_format: a format of each layer, or its file, that ``kvant report --tune`` wrote; None: all have the
-            same. Of a model of mlx-lm's own nobody can tell whether it is for that one.
-        kv_tail: whether the first and the last tokens are stored exactly as well; None: at 4 bits.
+        kv_format: a format, or its file, that ``kvant report --tune`` wrote; None: all layers are alike. For
+            a model of mlx-lm's own it cannot be checked that the format is for this model.
+        kv_tail: whether to also store the first and the last tokens exactly; None: at 4 bits.
 
     Raises:
-        ContextError: more than this machine's memory; nothing was allocated.
-        ValueError: an argument out of range, or a model with a kind of cache that kvant has nothing for.
+        ContextError: the cache exceeds this machine's memory; nothing was allocated.
+        ValueError: an argument is out of range, or the model has an unsupported kind of cache.
     """
     options = cache_options(max_kv_size, kv_bits, kv_group_size, kv_format, kv_tail)
     if hasattr(model, "check_cache"):
         return model.reserve_cache(max_kv_size, options)
-    from kvant.bridge import prompt_cache  # not for a model of kvant's own: it imports mlx-lm
+    from kvant.bridge import prompt_cache  # here, because it imports mlx-lm
 
     return prompt_cache.make_prompt_cache(model, max_kv_size or DEFAULT_RESERVATION, options)
 
@@ -50,16 +49,16 @@ def make_prompt_cache(
 def save_prompt_cache(
     file_name: str | Path, cache: Sequence[Any], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Save what a cache holds.
+    """Save a cache's tokens.
 
     Args:
         file_name: see :meth:`kvant.cache.ModelCache.save`.
-        cache: of ``model.make_cache``. A list for mlx-lm's own loops is not saved.
-        metadata: text by its name.
+        cache: of ``model.make_cache``. A list for mlx-lm's own loops cannot be saved.
+        metadata: text by name.
 
     Raises:
-        SnapshotError: it cannot be written; what was there still is.
-        ValueError: another cache, or metadata that is no text.
+        SnapshotError: it cannot be written; an old file is unchanged.
+        ValueError: it is another kind of cache, or metadata is not text.
     """
     cache = _read(cache)
     if not isinstance(cache, ModelCache):
@@ -70,22 +69,20 @@ def save_prompt_cache(
 def load_prompt_cache(
     file_name: str | Path, return_metadata: bool = False, *, max_kv_size: int | None = None
 ) -> Any:
-    """The prompt cache of a file. The first model that uses it reads it, and is compared with it.
+    """Return the prompt cache in a file. The first model that uses it reads and checks the file.
 
     Args:
-        file_name: a file of :func:`save_prompt_cache`, which has to be there until a model has used the
-            result.
-        return_metadata: also return what it was saved with, a dict of str to str.
+        file_name: a file of :func:`save_prompt_cache`, which must exist until a model has used the result.
+        return_metadata: also return the metadata it was saved with, a dict of str to str.
         max_kv_size: tokens to reserve; None: as many as were reserved when it was saved.
 
     Returns:
-        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``. With ``return_metadata`` a
+        a :class:`kvant.cache.prompt_file.PromptCacheFile` for ``prompt_cache``; with ``return_metadata`` a
         tuple of it and the metadata.
 
     Raises:
-        SnapshotError: a file that is no such cache, as mlx-lm's are; one of a newer version; one that was
-            altered.
-        ValueError: ``max_kv_size`` is no positive int.
+        SnapshotError: the file is no such cache (mlx-lm's are not), is of another version, or was altered.
+        ValueError: ``max_kv_size`` is not a positive int.
     """
     check_process()
     if max_kv_size is not None:
@@ -95,7 +92,7 @@ def load_prompt_cache(
 
 
 def can_trim_prompt_cache(cache: Sequence[Any]) -> bool:
-    """Whether :func:`trim_prompt_cache` can forget tokens: not where a layer keeps a state."""
+    """Return whether :func:`trim_prompt_cache` can forget tokens; it cannot if a layer has a state."""
     return all(layer.is_trimmable() for layer in _read(cache))
 
 
@@ -103,10 +100,10 @@ def trim_prompt_cache(cache: Sequence[Any], num_tokens: int) -> int:
     """Forget the last tokens.
 
     Returns:
-        how many were forgotten: 0 where :func:`can_trim_prompt_cache` says no.
+        how many were forgotten; 0 if :func:`can_trim_prompt_cache` returns False.
 
     Raises:
-        ValueError: a number below 0, or more than windows can go back.
+        ValueError: the number is below 0, or more than windows can go back.
     """
     cache = _read(cache)
     if not cache or not can_trim_prompt_cache(cache):
@@ -117,5 +114,5 @@ def trim_prompt_cache(cache: Sequence[Any], num_tokens: int) -> int:
 
 
 def _read(cache: Sequence[Any]) -> Sequence[Any]:
-    """The cache itself, of one that a model read from a file."""
+    """Return the cache itself if a model read it from a file."""
     return cache.cache if isinstance(cache, PromptCacheFile) else cache

@@ -1,4 +1,4 @@
-"""What a prompt shares with other requests: its prefix, read from disk too, and its checkpoints."""
+"""The sharing of a prompt's prefix and checkpoints with other requests."""
 
 from collections.abc import Collection, Sequence
 
@@ -25,12 +25,12 @@ class PromptPrefix:
     ) -> None:
         """
         Args:
-            ids: of the whole text, with what a cache of the request's own holds.
-            shareable_ids: what of it may be shared with others; empty: nothing.
-            salt: texts share only with those of the same one.
-            stop_tokens: they end a conversation's messages.
+            ids: of the whole text, including the tokens of the request's own cache.
+            shareable_ids: those that may be shared with others; may be empty.
+            salt: texts share only with those of the same salt.
+            stop_tokens: the tokens that end a conversation's messages.
             pool: shares the pages.
-            unit: checkpoints are at multiples of so many tokens; above 1, only whole pages are shared.
+            unit: checkpoints are at multiples of this many tokens; above 1, only whole pages are shared.
         """
         self.shareable_ids = shareable_ids
         self._ids = ids
@@ -38,15 +38,15 @@ class PromptPrefix:
         self._pool = pool
         self._unit = unit
         self._whole_pages = unit > 1
-        # Chunks end at the checkpoints. Heads are those that other conversations may begin with.
+        # Chunks end at checkpoints. Heads are checkpoints that other conversations may share.
         self.checkpoints, self._heads = _checkpoints(ids, stop_tokens, pool.checkpoints, unit)
         self._fetches = 0
 
     def fetch(self, max_tokens: int) -> bool:
-        """Read a few pages of the prompt from disk, if a sequence of so many tokens has room.
+        """Read a few pages of the prompt from disk, if a sequence of this many tokens has room.
 
-        Returns whether there is more to read. Reading ends after a bounded number of steps, even if others
-        need the pages meanwhile.
+        Returns whether there is more to read. The number of steps is bounded, even if others displace pages
+        in the meantime.
         """
         if self._pool.disk is None or not self._pool.fits(max_tokens):
             return False
@@ -58,7 +58,7 @@ class PromptPrefix:
         return again and self._fetches <= MIN_FETCHES + pages
 
     def open_sequence(self, max_tokens: int) -> PoolSequence:
-        """Open the sequence that the prompt is fed to, with the beginning that others have fed."""
+        """Open the sequence for the prompt, starting with the prefix that others have fed."""
         return self._pool.sequence(
             max_tokens,
             self.shareable_ids,
@@ -68,34 +68,34 @@ class PromptPrefix:
         )
 
     def note_shared(self, sequence: PoolSequence) -> None:
-        """Note what the sequence shares, and have a checkpoint where the prompt and a stored text diverge."""
+        """Plan a checkpoint where the prompt and a stored text diverge, given the sequence's start."""
         if not self.shareable_ids or self._pool.single or not self._pool.checkpoints:
             return
         start = sequence.length
         head = self._pool.prefixes.num_stored(self.shareable_ids, self._salt) // self._unit * self._unit
         before = max(place for place in (0, start, *self.checkpoints) if place <= head)
-        # With exact tails a sequence begins before a place without a checkpoint, however near that is.
+        # With exact tails, a sequence must start earlier unless there is a checkpoint at the exact place.
         distance = self._pool.page_size if self._pool.tails is None else FEWEST_COPIED
         if head - before >= distance:
             self.checkpoints = sorted([*self.checkpoints, head])
             self._heads = {*self._heads, head}
-        elif head == start and self._pool.has_windows:  # it was joined where pages happened to be
+        elif head == start and self._pool.has_windows:  # it started where pages happened to exist
             self.share(sequence, last_page=not self._whole_pages, is_head=True)
 
     @property
     def last_checkpoint(self) -> int:
-        """Tokens up to the last checkpoint in the prompt; all of them if there is none."""
+        """Return the number of tokens up to the last checkpoint in the prompt, or all."""
         return self.checkpoints[-1] if self.checkpoints else len(self._ids)
 
     def next_checkpoint(self, start: int) -> int:
-        """Tokens up to the first checkpoint after ``start``, or up to the prompt's end."""
+        """Return the number of tokens up to the first checkpoint after ``start``, or all."""
         return min([len(self._ids), *(place for place in self.checkpoints if start < place)])
 
     def chunk_fed(self, sequence: PoolSequence, upto: int | None) -> None:
-        """Share what was fed, if later it could not be: windows move on, states change, and writing a whole
-        prompt to disk at once would take long.
+        """Share the tokens fed so far if that cannot wait for the end of the prompt.
 
-        ``upto``: tokens at the beginning that may be shared; None: all.
+        Windows move on, states change, and writing a whole prompt to disk at once would take long.
+        ``upto``: how many first tokens may be shared; None: all.
         """
         length = sequence.length
         is_checkpoint = length in self.checkpoints
@@ -109,7 +109,7 @@ class PromptPrefix:
             )
 
     def share(self, sequence: PoolSequence, upto: int | None = None, **options: bool) -> None:
-        """Let later requests begin with what was fed; options as in :meth:`PoolSequence.share_prefix`."""
+        """Let later requests start with the fed tokens; options as in :meth:`PoolSequence.share_prefix`."""
         sequence.share_prefix(upto, asked=self.last_checkpoint, **options)
 
 
@@ -127,6 +127,6 @@ def _checkpoints(
     ends = [place for place, token in enumerate(ids, 1) if token in stop_tokens] or [len(ids) - 1]
     distance = CHECKPOINT_DISTANCE * -(-len(ids) // (CHECKPOINT_DISTANCE * max(1, count // 4)))
     between = range(distance, len(ids), distance)
-    found = {place // unit * unit for place in (*ends[:1], *ends[-2:], *between)}
+    lengths = {place // unit * unit for place in (*ends[:1], *ends[-2:], *between)}
     heads = {place // unit * unit for place in ends[:-1][:1]}
-    return sorted(place for place in found if 0 < place < len(ids)), heads
+    return sorted(place for place in lengths if 0 < place < len(ids)), heads

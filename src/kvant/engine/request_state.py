@@ -80,9 +80,9 @@ class RequestState(PromptState):
         *,
         is_exact: bool = False,
     ) -> None:
-        """Check whether the pool could serve the request if it served nothing else. Any thread may.
+        """Check whether an otherwise idle pool could serve the request, in any thread.
 
-        ``is_exact``: chunks end at multiples of 128, and only pages that such chunks computed are shared.
+        ``is_exact``: end chunks at multiples of 128, and share only pages computed in such chunks.
         """
         vocab_size = model.config.vocab_size
         _check_request(request, vocab_size, max_batch)
@@ -91,7 +91,7 @@ class RequestState(PromptState):
         self.sampler = for_a_run(greedy if request.sampler is None else request.sampler)
         self.grammar, self.processors = _split_grammar(request)
         check_options(self.sampler, self.processors, vocab_size)
-        # whether sampling calls functions of the caller's
+        # whether sampling calls the caller's functions
         self.calls_out = not is_ours(self.sampler) or any(
             not isinstance(each, KINDS) for each in self.processors
         )
@@ -100,13 +100,13 @@ class RequestState(PromptState):
             raise ValueError(f"stop_tokens is {request.stop_tokens!r:.80}; expected token ids")
         if self.grammar is not None:
             self.grammar.check(vocab_size, self.stop_tokens)
-        self.ids = token_ids(request.prompt, vocab_size)  # of the cache's tokens and the prompt's
-        self.cache = None  # the request's own, which holds the first of these ids
+        self.ids = token_ids(request.prompt, vocab_size)  # of the cache and the prompt
+        self.cache = None  # the request's own, with the first of these ids
         if request.cache is not None:
             self.cache = model.check_cache(request.cache)
-            mx.eval(self.cache.arrays)  # another thread could not compute what this one left undone
+            mx.eval(self.cache.arrays)  # another thread cannot evaluate this thread's lazy arrays
             self.ids = self.cache.ids + self.ids
-            # A file's ids may be out of range; processors read logits at these places.
+            # Ids in a file may be out of range, and processors index logits with them.
             if self.processors and max(self.ids) >= vocab_size:
                 raise ValueError(
                     f"the cache holds token {max(self.ids)}; the model knows 0 to {vocab_size - 1}"
@@ -123,12 +123,12 @@ class RequestState(PromptState):
             unit=CHUNK if is_exact else 1,
         )
         self.logprobs = PromptLogprobs(self.ids, request.top_logprobs) if request.prompt_logprobs else None
-        self.start = 0  # tokens at the beginning that a shared prefix had, or the request's own cache
-        # tokens at the beginning that whole chunks of 128 computed, here or where they are shared from
+        self.start = 0  # number of first tokens from a shared prefix or the request's own cache
+        # number of first tokens that whole chunks of 128 computed, here or in the shared prefix
         self.exact = 0
 
     def _set_limits(self, model: LanguageModel, pool: Pool) -> None:
-        """Find how many tokens an answer may have, and refuse a request that never fits."""
+        """Set how many tokens an answer may have; raise a ContextError if the request never fits."""
         context = context_limit(model, pool.max_seq_len)
         assert context is not None
         length = len(self.ids)
@@ -138,7 +138,7 @@ class RequestState(PromptState):
             raise ContextError(
                 f"the prompt has {length - used} tokens; {limit_in_words(model, context)}{note}"
             )
-        # One more than there is room for: the last one is sampled and not fed.
+        # One more than the room, because the last token is sampled and not fed.
         room = context - length + 1
         most = self.request.max_tokens
         self.max_tokens = room if most == -1 else min(room, most)  # of an answer
@@ -154,7 +154,7 @@ class RequestState(PromptState):
 
     def _unshared_tokens(self, pool: Pool) -> int:
         """Return how many of an answer's reserved tokens are not shared with the other answers."""
-        # With a window each answer's pages move along by themselves.
+        # With a window each answer's pages move separately.
         shared = 0 if pool.has_windows else len(self.ids) // pool.page_size * pool.page_size
         return max(1, self.reserved - shared)
 
@@ -166,11 +166,11 @@ class RequestState(PromptState):
         return self.prefix.fetch(self.reserved)
 
     def reserve(self, pool: Pool) -> None:
-        """Open a sequence for each answer. The first begins with what others have fed of the prompt."""
+        """Open a sequence for each answer. The first one starts with the shared prefix."""
         try:
             first = self.prefix.open_sequence(self.reserved)
             self.sequences.append(first)
-            for _ in range(len(self.open) - 1):  # they hold room for forks
+            for _ in range(len(self.open) - 1):  # to reserve room for forks
                 self.sequences.append(pool.sequence(self._unshared_tokens(pool)))
             if self.cache is None:
                 self.start = self.cached = self.exact = first.length
@@ -185,9 +185,7 @@ class RequestState(PromptState):
             raise
 
     def feed(self, model: LanguageModel, pool: Pool, room: int) -> mx.array | None:
-        """Feed a chunk of at most ``room`` tokens. Returns the logits (1, vocab) of the prompt's end, or
-        None before.
-        """
+        """Feed a chunk of at most ``room`` tokens; after the last one, return its logits (1, vocab)."""
         sequence = self.sequences[0]
         start = sequence.length
         end = self._chunk_end(start, room, model)
@@ -205,7 +203,7 @@ class RequestState(PromptState):
             mx.eval(logits)
         else:
             mx.eval(model.feed(mx.array([chunk]), batch))
-            mx.clear_cache()  # a chunk's activations; without it MLX kept four times as much (measured)
+            mx.clear_cache()  # free activations; without it MLX kept four times as much (measured)
         batch.commit(ids=[chunk])
         if self.exact == start and len(chunk) == CHUNK:
             self.exact = end
@@ -227,27 +225,27 @@ class RequestState(PromptState):
         return end
 
     def _give_embeddings(self, batch: PoolBatch, start: int, end: int) -> None:
-        """Give the request's own embeddings of a chunk, if it has any, to the next step."""
+        """Pass the request's own embeddings of a chunk, if any, to the next step."""
         rows = self.request.embeddings
         first = len(self.ids) - (0 if rows is None else len(rows))
         if rows is not None and start >= first:
             batch.give_embeddings(rows[None, start - first : end - first])
 
     def _report(self, length: int) -> None:
-        """Tell the caller how much of the prompt was fed."""
+        """Report to the caller how much of the prompt was fed."""
         if self.request.progress is not None:
             self.request.progress(length - self.start, len(self.ids) - self.start)
 
     @property
     def _shareable(self) -> int | None:
-        """Tokens at the beginning that others may share; None: all."""
+        """Return how many first tokens others may share; None: all."""
         return self.exact if self.is_exact else None
 
     def share(self, **options: bool) -> None:
         self.prefix.share(self.sequences[0], self._shareable, **options)
 
     def begin_answers(self) -> list["Answer"]:
-        """Fork the sequence that the prompt was fed to, for every answer."""
+        """Fork the prompt's sequence for every answer."""
         first = self.sequences[0]
         self.share()
         answers = []
@@ -264,7 +262,7 @@ class RequestState(PromptState):
             if self.request.drafts is not None:
                 answer.drafting = Drafting(self.request.drafts, self.request.salt, self.reserved)
             answers.append(answer)
-        for sequence in self.sequences[len(answers) :]:  # of answers that were cancelled since
+        for sequence in self.sequences[len(answers) :]:  # of answers cancelled since
             sequence.release()
         return answers
 
@@ -280,10 +278,10 @@ class Answer:
     tokens: list[int]  # of the cache, the prompt and the answer
     matcher: Matcher | None = None  # if the answer follows a grammar
     drafting: Drafting | None = None  # if it may draft
-    _seen: mx.array | None = None  # the tokens that processors were given last
+    _seen: mx.array | None = None  # the tokens last passed to processors
 
     def row(self, after: Sequence[int] | mx.array = (), *, mask: bytes | None = None) -> Row:
-        """Return how to sample the token behind its own and ``after``; an array need not be evaluated."""
+        """Return how to sample the token after its tokens and ``after``; an array need not be evaluated."""
         tokens: Sequence[int] | mx.array = self.tokens
         processors = self.state.processors
         position = len(self.tokens) + len(after)
@@ -301,36 +299,38 @@ class Answer:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still get."""
+        """Return how many more tokens it may get."""
         return len(self.state.ids) + self.state.max_tokens - len(self.tokens)
 
     @property
     def sees_tokens(self) -> bool:
-        """Whether something may look at its tokens one by one: it must not see any that is taken back."""
+        """Return whether something looks at its tokens one by one, and must not see rejected drafts."""
         return self.state.calls_out or self.matcher is not None
 
     @property
     def is_sequential(self) -> bool:
-        """Whether its token has to be known before the next one is sampled. In company that holds for a
-        caller's functions too, so that their errors affect no other answer.
+        """Return whether each token must be read before the next one is sampled.
+
+        In a shared pool this includes answers that call the caller's functions, so that an error in these
+        affects no other answer.
         """
         return self.matcher is not None or (self.state.calls_out and not self.sequence.pool.single)
 
     def end_drafts(self) -> None:
-        """Draft no more."""
+        """Stop drafting."""
         drafting = self.drafting
         self.drafting = None
         if drafting is not None:
             drafting.drafter.release()
 
     def release(self) -> None:
-        """Release its sequence, and its drafter's."""
+        """Release its sequence and its drafter."""
         self.sequence.release()
         self.end_drafts()
 
 
 def _check_request(request: Request, vocab_size: int, max_batch: int) -> None:
-    """Refuse numbers and texts that are out of range."""
+    """Raise a ValueError for fields that are out of range."""
     check_count("max_tokens", request.max_tokens, or_minus_one=True)
     check_count("answers", request.answers)
     if request.answers > max_batch:
@@ -342,7 +342,7 @@ def _check_request(request: Request, vocab_size: int, max_batch: int) -> None:
 
 
 def _split_grammar(request: Request) -> tuple[Grammar | None, tuple[Change, ...]]:
-    """Return the request's grammar, which is applied last wherever it stands, and its other processors."""
+    """Return the request's grammar, which is always applied last, and its other processors."""
     grammars = [each for each in request.logits_processors if isinstance(each, Grammar)]
     if len(grammars) > 1:
         raise ValueError(f"logits_processors has {len(grammars)} grammars; expected one at most")

@@ -1,6 +1,6 @@
-"""Samplers: filters, a temperature, and the token that the key of a request and a position draws.
+"""Samplers: filters, a temperature, and a draw keyed by seed and position.
 
-Nothing is compiled: on a CPU that would start a C++ compiler.
+Nothing uses ``mx.compile``, which would start a C++ compiler on a CPU.
 """
 
 import os
@@ -16,18 +16,18 @@ from kvant.engine.filters import Filter
 
 @dataclass(frozen=True, slots=True)
 class SeededSampler:
-    """Draws tokens from filtered probabilities. The draw at a position depends on (seed, position) alone.
+    """Draws tokens from filtered probabilities. The draw at a position depends only on (seed, position).
 
-    MLX's random state is neither read nor changed, unless ``follows_mlx`` and there is no seed.
+    MLX's random state is neither read nor changed, unless ``follows_mlx`` is set without a seed.
     """
 
     temp: float
     filters: tuple[Filter, ...]  # applied in this order
     seed: int | None  # None: every run draws one
-    # where a run without a seed takes one: MLX's random state, or the operating system
+    # take a missing seed from MLX's random state instead of the operating system
     follows_mlx: bool = False
-    vocab_size: int | None = field(default=None, kw_only=True, compare=False)  # that it is for; None: any
-    # rows of calls
+    vocab_size: int | None = field(default=None, kw_only=True, compare=False)  # None: check later
+    # numbers the rows of calls
     _draws: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -35,9 +35,9 @@ class SeededSampler:
             self.check(self.vocab_size)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Log-probabilities (B, vocab) -> tokens (B,), in loops that tell no position, such as mlx-lm's.
+        """Draw tokens (B,) from log-probabilities (B, vocab), for loops without positions such as mlx-lm's.
 
-        The n-th row of such calls is drawn as at position n; without a seed, as :func:`for_a_run` says.
+        The n-th row of such calls is drawn as at position n; without a seed, see :func:`for_a_run`.
         """
         self.check(logprobs.shape[-1])
         samplers = [self] * logprobs.shape[0]
@@ -49,13 +49,13 @@ class SeededSampler:
         return draw_seeded(logprobs, samplers, keys)
 
     def left(self, logprobs: mx.array, coins: mx.array) -> mx.array:
-        """Return the log-probabilities (B, vocab), with -inf for tokens that are left out."""
+        """Return log-probabilities (B, vocab) with -inf for excluded tokens."""
         for each in self.filters:
             logprobs = each(logprobs, coins)
         return logprobs
 
     def check(self, vocab_size: int) -> None:
-        """Refuse an option that a vocabulary is too small for."""
+        """Raise an ArgumentError for an option that the vocabulary is too small for."""
         for each in self.filters:
             each.check(vocab_size)
 
@@ -65,19 +65,17 @@ Sampler = SeededSampler | Callable[[mx.array], mx.array]
 
 
 def greedy(logprobs: mx.array) -> mx.array:
-    """The most probable token: (B, vocab) -> (B,)."""
+    """Return the most probable tokens: (B, vocab) -> (B,)."""
     return mx.argmax(logprobs, axis=-1)
 
 
 def is_ours(sampler: Sampler) -> bool:
-    """Whether it is kvant's own, and no function of the caller's."""
+    """Return whether it is kvant's own, not a caller's function."""
     return isinstance(sampler, SeededSampler) or sampler is greedy
 
 
 def for_a_run(sampler: Sampler) -> Sampler:
-    """The sampler of one run: without a seed it takes one now, of MLX's random state or of the operating
-    system.
-    """
+    """Return the sampler for one run, with a seed from MLX's random state or the system if it has none."""
     if not isinstance(sampler, SeededSampler) or sampler.seed is not None:
         return sampler
     if sampler.follows_mlx:
@@ -87,14 +85,14 @@ def for_a_run(sampler: Sampler) -> Sampler:
 
 
 def for_answer(sampler: Sampler, number: int) -> Sampler:
-    """The sampler of answer ``number``: the seed that many further, so that no two share their draws."""
+    """Return the sampler for answer ``number``, with a seed increased by it so that answers differ."""
     if isinstance(sampler, SeededSampler) and sampler.seed is not None:
         return replace(sampler, seed=(sampler.seed + number) % 2**64)
     return sampler
 
 
 def draw_keys(samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array:
-    """The keys (B, 2), uint32, of a draw of each sampler after so many tokens."""
+    """Return keys (B, 2) uint32 for a draw of each sampler at its position."""
     words = []
     for sampler, position in zip(samplers, positions, strict=True):
         assert isinstance(sampler, SeededSampler) and sampler.seed is not None  # noqa: PT018
@@ -103,9 +101,7 @@ def draw_keys(samplers: Sequence[Sampler], positions: Sequence[int]) -> mx.array
 
 
 def splitmix64(state: int) -> int:
-    """A step of SplitMix64 from ``state``, a bijection of 64-bit words (Steele, Lea, Flood 2014; Vigna's
-    constants).
-    """
+    """Step SplitMix64, a bijection of 64-bit words (Steele, Lea, Flood 2014; Vigna's constants)."""
     mask = 2**64 - 1
     word = (state + 0x9E3779B97F4A7C15) & mask
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -114,18 +110,17 @@ def splitmix64(state: int) -> int:
 
 
 def draw_seeded(logprobs: mx.array, samplers: Sequence[SeededSampler], keys: mx.array) -> mx.array:
-    """Log-probabilities (B, vocab), a sampler for each row and keys (B, 2) -> tokens (B,)."""
-    # 24 bits of each word, as many as every float32 below 1 has: the first number picks, the second is XTC's
-    # coin
+    """Draw tokens (B,) from log-probabilities (B, vocab), with a sampler per row and keys (B, 2)."""
+    # Use 24 bits of each word, which float32 represents exactly: the first number draws, the second is XTC's
+    # coin.
     numbers = (keys >> 8).astype(mx.float32) * 2**-24
     return pick(filtered(logprobs, samplers, numbers[:, 1:]), numbers[:, :1])
 
 
 def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.array) -> mx.array:
-    """The logits (B, vocab) after each row's filters and temperature, of log-probabilities (B, vocab).
+    """Apply each row's filters and temperature to log-probabilities (B, vocab); return logits (B, vocab).
 
-    Samplers with the same filters take their rows at once. XTC's coins, from 0 to 1, are (B, 1), or one for
-    all.
+    Rows with the same filters are filtered together. ``coins``, from 0 to 1, are (B, 1), or one for all.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for row, sampler in enumerate(samplers):
@@ -142,10 +137,10 @@ def filtered(logprobs: mx.array, samplers: Sequence[SeededSampler], coins: mx.ar
 
 
 def pick(logits: mx.array, numbers: mx.array) -> mx.array:
-    """The tokens (B,) that numbers (B, 1) from 0 on, below 1, pick by the probabilities of logits (B, vocab).
+    """Return the tokens (B,) that numbers (B, 1) in [0, 1) select by the probabilities of logits (B, vocab).
 
-    It is the first token up to which probabilities sum to more than the number; never one of probability 0.
-    MLX's ``categorical`` does so for one row alone: of several it adds a Gumbel variable to every logit.
+    It is the first token up to which probabilities sum to more than the number, never one of probability 0.
+    MLX's ``categorical`` does so only for a single row; for several it adds Gumbel noise to every logit.
     """
     probs = mx.softmax(logits.astype(mx.float32), axis=-1)
     reached = mx.where(probs > 0, mx.cumsum(probs, axis=-1), 0)
@@ -153,14 +148,14 @@ def pick(logits: mx.array, numbers: mx.array) -> mx.array:
 
 
 def rows_of(array: mx.array, rows: Sequence[int]) -> mx.array:
-    """Some rows of an array (B, ...), in ascending order."""
+    """Return some rows of an array (B, ...), in ascending order."""
     if len(rows) == rows[-1] - rows[0] + 1:
         return array if len(rows) == len(array) else array[rows[0] : rows[-1] + 1]
     return array[mx.array(list(rows))]
 
 
 def in_order(rows: Sequence[Sequence[int]], parts: Sequence[mx.array]) -> mx.array:
-    """The array whose rows are those of the parts, of which each has some."""
+    """Return the array whose rows the parts have, by the row numbers of each part."""
     if len(parts) == 1:
         return parts[0]
     places = [row for some in rows for row in some]

@@ -1,4 +1,4 @@
-"""What a request can ask of sampling: mlx-lm's options and distributions, and a seed of its own."""
+"""The sampling options of a request: mlx-lm's, with its distributions, and a seed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,10 +28,10 @@ RECENT = f"How many recent tokens the penalty looks at; default: {CONTEXT_SIZE}.
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions(FilterOptions):
-    """The options of sampling. Command, API and server take names, defaults, ranges and texts from here.
+    """The sampling options. Command, API and server take names, defaults, ranges and help texts from here.
 
-    None is an option that was not given: :meth:`filled` says what holds then. Values are checked here, once:
-    one outside its range is refused, and so is an option that would have no effect.
+    None means that an option was not set; :meth:`filled` replaces it. Values are checked once, here: those
+    out of range are refused, and so are options that would have no effect.
     """
 
     repetition_penalty: float | None = option_field(
@@ -61,7 +61,7 @@ class SamplingOptions(FilterOptions):
         self.check_effects()
 
     def check_effects(self) -> None:
-        """Refuse an option that has no effect with the others; what was not given may still come."""
+        """Raise an ArgumentError for an option without effect; unset options may still be filled."""
         for name, described in OPTIONS.items():
             needs = described.metadata["needs"]
             if not needs or not self.changes(name) or getattr(self, needs) is None or self.changes(needs):
@@ -72,32 +72,32 @@ class SamplingOptions(FilterOptions):
             raise ArgumentError(name, f"is {value}, which has no effect without", needs)
 
     def changes(self, name: str) -> bool:
-        """Whether an option is given with a value that is not the one of its absence."""
+        """Return whether an option is set to something other than its neutral value."""
         value = getattr(self, name)
         return value is not None and value != NEUTRAL.get(name, OPTIONS[name].default)
 
     def filled(self, of_the_model: Mapping[str, Any] | None = None) -> "Sampling":
-        """Return what is in force: these options and, if one was not given, the model's or the neutral value.
+        """Return these options, with unset ones replaced by the model's or the neutral value.
 
-        Without a temperature, an option of sampling such as a top-p or a seed asks for one: the model's, or 1
-        where that is none or 0. At temperature 0 the model's options, of :func:`read_model_sampling`, count
-        for nothing.
+        If the temperature is unset and an option needs one, such as a top-p or a seed, it is the model's, or
+        1 if the model has none or 0. At temperature 0 the model's options (:func:`read_model_sampling`) that
+        need a temperature are ignored.
         """
         model = of_the_model or {}
         temp = model.get("temp", 0.0) if self.temp is None else self.temp
         if self.temp is None and not temp and any(map(self.changes, NEEDS_TEMP)):
             temp = 1.0
-        found: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
-        found["temp"] = temp
+        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
+        values["temp"] = temp
         for name, neutral in NEUTRAL.items():
             if name != "temp" and getattr(self, name) is None:
-                found[name] = model.get(name, neutral) if temp or name not in NEEDS_TEMP else neutral
-        return Sampling(**found)
+                values[name] = model.get(name, neutral) if temp or name not in NEEDS_TEMP else neutral
+        return Sampling(**values)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling(SamplingOptions):
-    """The options in force, as :meth:`SamplingOptions.filled` makes them of values that were checked."""
+    """Complete options, which :meth:`SamplingOptions.filled` makes from checked values."""
 
     temp: float = 0.0
     top_p: float = 1.0
@@ -114,7 +114,7 @@ class Sampling(SamplingOptions):
         """Return the sampler and the processors; XTC spares the special tokens.
 
         Raises:
-            ArgumentError: an option that the vocabulary is too small for.
+            ArgumentError: the vocabulary is too small for an option.
         """
         sampler: Sampler = greedy
         if self.temp:
@@ -129,7 +129,7 @@ class Sampling(SamplingOptions):
         return sampler, made
 
     def build_for(self, tokenizer: Tokenizer, vocab_size: int) -> tuple[Sampler, list[LogitsProcessor]]:
-        """:meth:`build`, where XTC never leaves out the ends of a line and of the text, as in mlx-lm."""
+        """Call :meth:`build`; as in mlx-lm, XTC never excludes the ends of a line and of the text."""
         special: list[int] = []
         if self.xtc_probability:
             special = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
@@ -138,27 +138,27 @@ class Sampling(SamplingOptions):
 
 OPTIONS = {option.name: option for option in fields(SamplingOptions) if option.metadata}  # those with a range
 NEEDS_TEMP = tuple(name for name, option in OPTIONS.items() if option.metadata["needs"] == "temp")
-# Of the options that a model may have settings of: the value that changes nothing.
+# The options that a model may set, with the value that has no effect.
 NEUTRAL = {"temp": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "repetition_penalty": 1.0}
 OFF = {"top_k": -1, "repetition_penalty": 0}  # values that mean "off" in vLLM and in mlx-lm
 
 
 def without_off(name: str, value: Any) -> Any:
-    """Return an option's value, or its neutral value if the value is another program's way to say "off"."""
+    """Return an option's value, or its neutral value if another program writes "off" like this."""
     return NEUTRAL[name] if name in OFF and value == OFF[name] else value
 
 
 def check_bias(logit_bias: Mapping[int, float]) -> None:
-    """Raise an ArgumentError for a bias that could make a logit leave float32."""
+    """Raise an ArgumentError for a bias that could overflow float32."""
     for token, bias in logit_bias.items():
         if not FINITE[1](bias):
             message = f"has {bias} for token {token}; expected finite numbers to {MAX_LOGIT:g}"
             raise ArgumentError("logit_bias", message)
 
 
-def check_ranges(**given: object) -> None:
-    """Refuse an option outside its range; None is not given."""
-    for name, value in given.items():
+def check_ranges(**values: object) -> None:
+    """Raise an ArgumentError for an option outside its range; None is ignored."""
+    for name, value in values.items():
         option = OPTIONS[name]
         if value is not None and not in_range(name, value):
             raise ArgumentError(name, f"is {value!r}; expected {option.metadata['expected']}")
@@ -173,10 +173,10 @@ def make_logits_processors(
     frequency_penalty: float | None = None,
     frequency_context_size: int = CONTEXT_SIZE,
 ) -> list[LogitsProcessor]:
-    """mlx-lm's functions of (tokens so far, logits), in the order they are applied; None and 0 leave one out.
+    """Return mlx-lm's functions of (tokens so far, logits), in order; None and 0 turn one off.
 
     Raises:
-        ArgumentError: a value outside its range.
+        ArgumentError: a value is outside its range.
     """
     check_ranges(
         repetition_penalty=repetition_penalty,
@@ -197,34 +197,34 @@ def make_logits_processors(
 
 
 def in_range(name: str, value: object) -> bool:
-    """Whether an option can have a value."""
+    """Return whether a value is in the option's range."""
     option = OPTIONS[name]
     kinds = (int, float) if option.type in (float, float | None) else (int,)
     return isinstance(value, kinds) and not isinstance(value, bool) and bool(option.metadata["holds"](value))
 
 
 def read_model_sampling(
-    folder: Path, given: Collection[str] = (), vocab_size: int | None = None
+    folder: Path, overridden: Collection[str] = (), vocab_size: int | None = None
 ) -> dict[str, float]:
-    """A model's own options by their names in SamplingOptions; empty where its folder says nothing.
+    """Return a model's own options by their names in SamplingOptions; empty if its folder has none.
 
-    ``do_sample: false`` is a temperature of 0, and so is one too small to divide by. ``do_sample: true``
-    without a temperature is 1, as in transformers. A file without either, and without a temperature, asks
-    for no sampling.
+    ``do_sample: false`` means a temperature of 0, and so does one too small to divide by. ``do_sample: true``
+    without a temperature means 1, as in transformers. A file with neither does not sample.
 
-    Of the names ``given`` the user has a value: the file's is not looked at. A top-k of ``vocab_size``
-    tokens, where that is known, leaves nothing out, and becomes 0.
+    Args:
+        overridden: names that the user sets; the file's values are ignored.
+        vocab_size: if known, a top-k of this many tokens has no effect and becomes 0.
     """
     path = folder / FILE
     raw = read_optional(path)
     do_sample = raw.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise ModelError(f"{path}: do_sample is {shown(do_sample)}; expected true or false")
-    found: dict[str, float] = {}
+    options: dict[str, float] = {}
     for name in NEUTRAL:
         key = "temperature" if name == "temp" else name
         value = raw.get(key)
-        if value is None or name in given:
+        if value is None or name in overridden:
             continue
         if name == "temp" and isinstance(value, float) and 0 < value < MIN_TEMP:
             value = 0.0
@@ -233,11 +233,12 @@ def read_model_sampling(
             raise ModelError(
                 f"{path}: {key} is {shown(value)}; expected {expected}; an option of yours overrides it"
             )
-        found[name] = without_off(name, value)
-    if vocab_size is not None and found.get("top_k", 0) >= vocab_size:
-        found["top_k"] = 0
+        options[name] = without_off(name, value)
+    if vocab_size is not None and options.get("top_k", 0) >= vocab_size:
+        options["top_k"] = 0
     if do_sample is False:
-        return {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temp": 0.0}
-    if do_sample and "temp" not in given:
-        found.setdefault("temp", 1.0)
-    return found
+        kept_name = "repetition_penalty"
+        return {name: options[name] for name in options if name == kept_name} | {"temp": 0.0}
+    if do_sample and "temp" not in overridden:
+        options.setdefault("temp", 1.0)
+    return options

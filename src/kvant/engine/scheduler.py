@@ -1,4 +1,4 @@
-"""Many requests at once: the order in which prompts are fed, and a token for every running answer."""
+"""Continuous batching: prompts are fed in order, and every running answer gets a token per step."""
 
 import time
 from collections import deque
@@ -24,34 +24,33 @@ from kvant.errors import ArgumentError, ContextError, QueueFullError
 from kvant.models import LanguageModel
 from kvant.threads import check_process
 
-BURST = 2  # long chunks of prompts that are fed before the answers they begin continue, if none was running
+BURST = 2  # long prompt chunks fed before new answers continue, if no answer was running
 
 
 class Counts(NamedTuple):
-    """What a scheduler has to do."""
+    """A scheduler's work."""
 
     waiting: int  # requests without reserved pages
     prefilling: int  # answers whose prompt is being fed
     running: int  # answers that get a token every step
-    free_pages: int  # that requests could have
+    free_pages: int  # available to requests
 
 
 class Scheduler:
     """Serves the requests of one model and one pool. It has no thread: :meth:`step` computes.
 
-    Requests are admitted in the order they came, one at a time: the next one once the last one's prompt was
-    fed, its pages are free and the batch has room. None overtakes another, so none starves. All pages of a
-    request are reserved when it is admitted: nothing is preempted and nothing runs out.
+    Requests are admitted one at a time in order of arrival, as soon as the previous prompt was fed, the pages
+    are free and the batch has room. None overtakes another, so none starves. All pages of a request are
+    reserved on admission, so nothing is preempted and nothing runs out.
 
-    In a step every running answer gets one token, or several if it drafts. An answer that has ended, or was
-    cancelled, leaves at once, and its pages are free. Then one chunk of the admitted prompt is fed, and whole
-    short prompts behind it: 128 tokens together at most, or ``prefill_step_size`` if nothing was running;
-    twice, before the answers that begin so continue. The last chunk of a prompt gives its answers their first
-    tokens. Whole pages of prompts and answers are shared with later requests of the same salt.
+    In a step every running answer gets one token, or several if it drafts. Answers that end or are cancelled
+    leave at once and free their pages. Then one chunk of the admitted prompt is fed, followed by whole short
+    prompts: at most 128 tokens together, or ``prefill_step_size`` if nothing was running, twice before the
+    new answers continue. The last chunk of a prompt gives its answers their first tokens. Whole pages of
+    prompts and answers are shared with later requests of the same salt.
 
-    Deterministic: the tokens of a request, and its logits on a CPU, do not depend on other requests. Every
-    step has ``max_batch`` rows then, chunks end at multiples of 128, and only pages that such chunks computed
-    are shared.
+    If deterministic, a request's tokens, and its logits on a CPU, do not depend on other requests: every step
+    has ``max_batch`` rows, chunks end at multiples of 128, and only pages computed in such chunks are shared.
     """
 
     def __init__(
@@ -64,11 +63,12 @@ class Scheduler:
         deterministic: bool = False,
         prefill_step_size: int | None = None,
     ) -> None:
-        """For a model and its pool, which serves nobody else.
+        """Make it for a model and a pool that nothing else uses.
 
-        ``max_batch``: answers that run at once, at most. ``max_queue``: requests that wait, at most; None:
-            any number. ``prefill_step_size``: prompt tokens that are fed at once, at most; None: as many as
-            the pool takes.
+        Args:
+            max_batch: maximum number of running answers.
+            max_queue: maximum number of waiting requests; None: no limit.
+            prefill_step_size: maximum number of prompt tokens fed at once; None: the pool's.
         """
         check_count("max_batch", max_batch)
         if max_batch > pool.max_sequences:
@@ -92,61 +92,55 @@ class Scheduler:
         self._deterministic = deterministic
         self._rows = max_batch if deterministic else None  # of every step; None: as many as answers
         self._speculation = Speculation(model, pool)
-        self._states: dict[Request, PromptState] = {}  # of every request that has not ended
+        self._states: dict[Request, PromptState] = {}  # of all requests that have not ended
         self._waiting: deque[PromptState] = deque()
         # the number of free pages when the first waiting request did not fit
         self._free_when_full: int | None = None
         self._prefilling: PromptState | None = None  # its prompt is being fed
-        self._running: list[Answer] = []  # those that call functions of the caller's come last
-        self._burst = 0  # prompt tokens that are fed before running answers continue
-        self._lookahead: Step | None = None  # the next step, if it could be begun already
-        self._tokens: list[Token] = []  # to be handed out
-        self.steps = 0  # in which running answers got a token
-        self.feeding_s = 0.0  # seconds that prompts took
-        self.decoding_s = 0.0  # seconds that these steps took
+        self._running: list[Answer] = []  # those that call the caller's functions come last
+        self._burst = 0  # prompt tokens to feed before running answers continue
+        self._lookahead: Step | None = None  # the next step, if it could already begin
+        self._tokens: list[Token] = []  # to be returned
+        self.steps = 0  # number of decoding steps
+        self.feeding_s = 0.0  # seconds spent on prompts
+        self.decoding_s = 0.0  # seconds spent on decoding steps
 
     @property
     def idle(self) -> bool:
-        """Whether a step would do nothing."""
+        """Return whether a step would do nothing."""
         return not (self._states or self._tokens)
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests without reserved pages; any thread may ask."""
+        """Return the number of requests without reserved pages, in any thread."""
         return len(self._waiting)
 
     @property
     def counts(self) -> Counts:
-        """What there is to do. Another thread must not ask during a step."""
+        """Return the work to do. Another thread must not ask during a step."""
         fed = () if self._prefilling is None else self._prefilling.open
         return Counts(len(self._waiting), len(fed), len(self._running), self._pool.num_free)
 
     @property
     def drafts(self) -> DraftCounts:
-        """What drafts achieved for all answers, whose steps are counted one by one. Another thread must not
-        ask.
-        """
+        """Return the drafts' counts, summed over all answers. Another thread must not ask."""
         return replace(self._speculation.counts)
 
     @property
     def reserved_answers(self) -> list[tuple[Request, int, PoolSequence]]:
-        """Every answer whose pages are reserved: its request, number and sequence. Another thread must not
-        ask.
-        """
-        found = [(answer.state.request, answer.number, answer.sequence) for answer in self._running]
+        """Return (request, number, sequence) of answers with reserved pages. Another thread must not ask."""
+        answers = [(answer.state.request, answer.number, answer.sequence) for answer in self._running]
         if (state := self._prefilling) is not None:
-            found += [(state.request, number, each) for number, each in enumerate(state.sequences)]
-        return found
+            answers += [(state.request, number, each) for number, each in enumerate(state.sequences)]
+        return answers
 
     def check(self, request: Request) -> PromptState:
-        """Check whether the pool can serve a request; any thread may."""
+        """Check whether the pool can serve a request, in any thread."""
         if isinstance(request, EmbeddingRequest):
             return EmbeddingState(request, self._model, self._pool, is_exact=self._deterministic)
         check_drafts(request.drafts, self._pool, deterministic=self._deterministic)
         if isinstance(request.drafts, ModelDrafts):
-            raise ArgumentError(
-                "draft_model", "is given for a single sequence; expected what for_pool returns"
-            )
+            raise ArgumentError("draft_model", "is not for this pool; expected the result of its for_pool")
         return RequestState(request, self._model, self._pool, self._max_batch, is_exact=self._deterministic)
 
     def submit(self, request: Request | PromptState) -> None:
@@ -156,36 +150,35 @@ class Scheduler:
             raise ValueError("the request was submitted before and has not ended; expected another one")
         if self._max_queue is not None and (waiting := len(self._waiting)) >= self._max_queue:
             raise QueueFullError(
-                f"{waiting} requests wait, which is all that may, and {len(self._running)} answers run; try "
+                f"the queue is full: {waiting} requests wait, and {len(self._running)} answers run; try "
                 f"again later"
             )
         self._states[state.request] = state
         self._waiting.append(state)
 
     def cancel(self, request: Request, answer: int | None = None) -> None:
-        """End the request's answers, or one of them, now: their pages are free. The next step reports it.
+        """End the request's answers, or one of them, and free the pages; the next step reports it.
 
-        It is no error if one has ended. Another thread must not call it during a step.
+        Ended answers are ignored. Another thread must not call it during a step.
         """
         if (state := self._states.get(request)) is not None:
             self._end(state, "cancelled", state.open if answer is None else state.open & {answer})
 
     def close(self, error: BaseException | None = None) -> None:
-        """End every request: it is cancelled, or has failed by ``error``."""
+        """End all requests: cancel them, or fail them with ``error``."""
         self._lookahead = None
         for state in list(self._states.values()):
             self._end(state, "cancelled" if error is None else "error", state.open, error)
 
     def step(self) -> list[Token]:
-        """Compute one step. Returns the new tokens.
+        """Compute one step and return the new tokens.
 
-        Errors of a request, or of the model, end the requests they belong to. An interruption ends all: every
-        sequence is released. If it came in the middle of the pool's bookkeeping, a page may stay taken.
+        Errors of a request or the model end the requests they belong to. An interruption ends all requests
+        and releases every sequence; in the middle of the pool's bookkeeping it may leak a page.
         """
         check_process()
         try:
-            # In this order the first two tokens of an answer come from two steps, each as soon as it is
-            # there.
+            # In this order an answer's first two tokens come from two steps, each as soon as it is ready.
             started = time.perf_counter()
             if not self._running:
                 self._burst = BURST * max(CHUNK, self._prefill_step_size)
@@ -206,7 +199,7 @@ class Scheduler:
         return tokens
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Token]:
-        """Submit requests now, and iterate over their tokens as they come; an error of one is raised."""
+        """Submit requests now, and return an iterator over their tokens, which raises a request's error."""
         for request in requests:
             self.submit(request)
         return self._rest()
@@ -222,8 +215,8 @@ class Scheduler:
         """Give every running answer its next token.
 
         Unless something has to see a token before the next one is sampled, the next step is built while this
-        one is computed. It is queued once this one's tokens were read: before that it would find the pool's
-        arrays in use, and MLX would copy them.
+        one is computed. It is queued after this one's tokens were read; before, the pool's arrays are in use,
+        and MLX would copy them.
         """
         if not self._running:
             self._lookahead = None
@@ -261,10 +254,10 @@ class Scheduler:
         return step
 
     def _begin_lookahead(self, step: Step) -> Step | None:
-        """Begin the step after one that is being computed, if nothing has to come before.
+        """Begin the step after the current one, if possible.
 
-        The answers of a prompt that is being fed belong in the next step, and a draft follows tokens that
-        were read. A step that computes while it is built would delay this one's tokens.
+        The answers of a prompt being fed belong in the next step, and drafts need the current tokens. A step
+        that computes while it is built would delay the current tokens.
         """
         if self._prefilling is not None or self._model.computes_at_once or step.batch.computes_at_once:
             return None
@@ -273,9 +266,7 @@ class Scheduler:
         return begin_lookahead(self._model, self._pool, step, self._running, rows=self._rows)
 
     def _feed_prompts(self) -> None:
-        """Feed a chunk of the first prompt, and whole prompts behind it that fit in the same number of
-        tokens.
-        """
+        """Feed a chunk of the first prompt, and further whole prompts that fit in the same token budget."""
         most = room = min(self._burst, max(CHUNK, self._prefill_step_size)) or CHUNK
         self._admit()
         while (state := self._prefilling) is not None and (room == most or state.left <= room):
@@ -301,7 +292,7 @@ class Scheduler:
                 return  # the next step reads more of it from disk
             state.reserve(self._pool)
         except ContextError as error:
-            if not self._running:  # nothing to wait for: something else uses the pool
+            if not self._running:  # nothing will free pages: something else uses the pool
                 self._end(state, "error", state.open, error)
             else:
                 self._free_when_full = self._pool.num_free
@@ -313,7 +304,7 @@ class Scheduler:
             self._prefilling = state
 
     def _feed(self, state: PromptState, room: int) -> None:
-        """Feed a chunk of a prompt, of ``room`` tokens at most. After the last one its answers begin."""
+        """Feed a chunk of at most ``room`` tokens of a prompt; after the last chunk its answers begin."""
         try:
             with kernel_failures(self._pool):
                 self._wait_for_lookahead()
@@ -347,12 +338,12 @@ class Scheduler:
                 self._waiting.append(state)
 
     def _wait_for_lookahead(self) -> None:
-        """Wait until nothing reads the pool's arrays: MLX would copy them for the next write."""
+        """Wait until nothing reads the pool's arrays; otherwise MLX copies them for the next write."""
         if self._lookahead is not None:
             mx.eval(self._lookahead.logits)
 
     def _take(self, answer: Answer, sampled: SampledToken | Exception, *, from_draft: bool = False) -> None:
-        """Hand out the next token of an answer. After its last one the answer leaves."""
+        """Queue the next token of an answer to be returned; after its last token the answer leaves."""
         state = answer.state
         if answer.number not in state.open:
             return  # it was cancelled, or another answer of its request failed
@@ -380,18 +371,16 @@ class Scheduler:
                 self._states.pop(token.request, None)
 
     def _leave(self, answer: Answer) -> tuple[ModelCache | None, Exception | None]:
-        """Remove an answer from the batch; its pages are free. Returns its cache, if the request keeps it,
-        or an error.
-        """
+        """Remove an answer from the batch and free its pages; return its cache, if kept, or an error."""
         self._running.remove(answer)
         sequence = answer.sequence
         state = answer.state
         keeps = state.request.keep_cache
         try:
-            # mlx-lm's caches hold the last token too.
+            # mlx-lm's caches include the last token.
             if keeps and sequence.length < min(len(answer.tokens), sequence.max_tokens):
                 feed_tokens(self._model, self._pool.batch([sequence]), [answer.tokens[-1:]])
-            if not self._deterministic:  # a token at a time is not how chunks compute it
+            if not self._deterministic:  # decoded tokens differ from those computed in chunks
                 state.prefix.share(sequence, last_page=True)
             if not keeps:
                 return None, None
@@ -412,7 +401,7 @@ class Scheduler:
         error: BaseException | None = None,
     ) -> None:
         """End answers of a request early."""
-        if isinstance(error, StopIteration):  # an iterator's caller would take it for the end (PEP 479)
+        if isinstance(error, StopIteration):  # it would look like the end of an iterator (PEP 479)
             error = RuntimeError("a sampler, logits processor or progress raised StopIteration")
         for number in sorted(numbers):
             cache = None
@@ -426,11 +415,11 @@ class Scheduler:
             self._hand_out(state, replace(ended, cache=cache, error=error))
         if state.open:
             return
-        if error is None and state is self._prefilling:  # who asks again continues from here
+        if error is None and state is self._prefilling:  # a repeated request can continue from here
             state.share(last_page=not self._deterministic)
         state.release()
         if state is self._prefilling:
             self._prefilling = None
         elif state in self._waiting:
             self._waiting.remove(state)
-            self._free_when_full = None  # another one is the first
+            self._free_when_full = None  # another request may be the first now

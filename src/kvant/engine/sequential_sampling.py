@@ -1,4 +1,4 @@
-"""Sampling now: the first token of every answer, and each token that something has to see first."""
+"""Immediate sampling, for first tokens and for tokens that something must see before the next one."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from kvant.errors import GrammarError
 def sample_each(logits: mx.array, answers: Sequence[Answer]) -> list[SampledToken | Exception]:
     """Sample the next token of each answer from the first rows of logits (rows, vocab).
 
-    Returns an exception in place of a token that could not be sampled. Answers that call functions of the
-    caller's come last. Each of these is sampled and evaluated by itself, so that an error, or an array that
+    Returns an exception instead of a token that could not be sampled. Answers that call the caller's
+    functions come last; each of these is sampled and evaluated separately, so that an error, or an array that
     this thread cannot compute, affects no other answer.
     """
     rows: list[Row] = []

@@ -92,11 +92,11 @@ class Speculation:
 
     @property
     def counts(self) -> DraftCounts:
-        """What drafts achieved, over all answers."""
+        """Return the counts of drafts, over all answers."""
         return self._choice.counts
 
     def update(self, running: Sequence[Answer]) -> None:
-        """Tell drafters the new tokens of their answers; before every step."""
+        """Pass the new tokens of answers to their drafters, before every step."""
         self._ready = [
             answer
             for answer in running
@@ -104,7 +104,7 @@ class Speculation:
         ]
 
     def may_draft_next(self) -> bool:
-        """Whether an answer may draft after its next token, whatever that is: nothing looks ahead then."""
+        """Return whether an answer may draft after its next token, which rules out a lookahead."""
         return any(self._count(answer, answer.left - 2, longer=1) > 0 for answer in self._ready)
 
     def _count(self, answer: Answer, most: int, *, longer: int = 0) -> int:
@@ -142,8 +142,8 @@ class Speculation:
         """Return the drafts of the answers that are ready and whose drafts pay."""
         if not self._ready:
             return {}
-        # Every answer needs room for the longest draft, those that do not draft too: an answer near its end
-        # shortens the drafts of a few steps.
+        # Every answer needs room for the longest draft, even if it does not draft itself: an answer near its
+        # end shortens the drafts of a few steps.
         room = (answer.sequence.room for answer in running)
         most = min(self._pool.prefill_step_size, *room) - 1
         counts = {answer: self._count(answer, min(most, answer.left - 1)) for answer in self._ready}
@@ -151,13 +151,13 @@ class Speculation:
         drafts: dict[Answer, list[int]] = {}
         sources = {answer: answer.drafting.source for answer in asked if answer.drafting is not None}
         for source in {id(source): source for source in sources.values()}.values():
-            own = [answer for answer in asked if sources[answer] is source]
-            drafters = [answer.drafting.drafter for answer in own if answer.drafting is not None]
-            proposed = source.propose(drafters, [asked[answer] for answer in own])
+            asking = [answer for answer in asked if sources[answer] is source]
+            drafters = [answer.drafting.drafter for answer in asking if answer.drafting is not None]
+            proposed = source.propose(drafters, [asked[answer] for answer in asking])
             if proposed is None:  # the draft model computed a step, which is no part of the next step's time
                 self.interrupt()
                 return {}
-            for answer, drafter, draft in zip(own, drafters, proposed, strict=True):
+            for answer, drafter, draft in zip(asking, drafters, proposed, strict=True):
                 # A prompt's file or a draft model may have tokens that the model does not know.
                 drafts[answer] = [*takewhile(self._is_known, draft)]
                 if drafter.ended is not None:
@@ -198,8 +198,8 @@ class Speculation:
     ) -> None:
         """Commit the tokens of a step that were drafted correctly, and each answer's last token before."""
         each = zip(step.answers, step.drafts, verified, strict=True)
-        ids = [[answer.tokens[-1], *draft][: len(own)] for answer, draft, own in each]
-        counts = [len(own) for own in ids]
+        ids = [[answer.tokens[-1], *draft][: len(tokens)] for answer, draft, tokens in each]
+        counts = [len(tokens) for tokens in ids]
         if self._pool.takes_back or counts[0] == step.logits.shape[1]:
             step.batch.commit(counts, ids=ids)
         else:  # a recurrent state has consumed the whole step: the accepted tokens are fed again
@@ -211,5 +211,5 @@ class Speculation:
             self._read_at = None if self._read_at is None else self._read_at + took
         self.counts.tokens += sum(counts)
         self.counts.drafted += sum(map(len, step.drafts))
-        self.counts.accepted += sum(is_drafted for own in verified for _, is_drafted in own)
+        self.counts.accepted += sum(is_drafted for tokens in verified for _, is_drafted in tokens)
         self._choice.verified(sum(counts) / len(counts), self._step_seconds)

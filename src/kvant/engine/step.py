@@ -16,14 +16,14 @@ from kvant.models import LanguageModel
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """A step that was begun. The scheduler calls :meth:`start`, :meth:`wait` and :meth:`tokens` in turn."""
+    """A begun step. The scheduler calls :meth:`start`, :meth:`wait` and :meth:`tokens`, in this order."""
 
     answers: list[Answer]
     batch: PoolBatch
     logits: mx.array  # (rows, vocab), the answers' rows first; not evaluated
     sampled: Sampled | None  # the next tokens; None: something has to see each token before the next
-    is_lookahead: bool = False  # it was begun before the tokens that it feeds were read
-    results: list[SampledToken | Exception] = field(default_factory=list)  # what wait read
+    is_lookahead: bool = False  # whether it began before the tokens that it feeds were read
+    results: list[SampledToken | Exception] = field(default_factory=list)  # set by wait
 
     def start(self) -> None:
         """Queue the computation, and commit the tokens that the step feeds."""
@@ -33,11 +33,11 @@ class Step:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether it verifies drafts: what the next step feeds depends on how many tokens are accepted."""
+        """Return whether it verifies drafts, so that the next step depends on the accepted tokens."""
         return False
 
     def wait(self) -> None:
-        """Wait until the step was computed."""
+        """Wait for the step's results."""
         if self.sampled is None:
             mx.eval(self.logits)
         else:
@@ -51,7 +51,7 @@ class Step:
 
 @dataclass(eq=False, slots=True)
 class FailedStep(Step):
-    """A lookahead that could not be begun. Its error is raised once the tokens before it were handed out."""
+    """A lookahead that failed to begin. Its error is raised after the previous tokens were returned."""
 
     error: Exception = field(kw_only=True)
 
@@ -69,11 +69,11 @@ def begin_step(
     rows: int | None = None,
     unread: Collection[Answer] = (),
 ) -> Step:
-    """Begin a step in which the last token of each answer is fed.
+    """Begin a step that feeds the last token of each answer.
 
     Args:
         ids: (B,) these tokens; None: those of ``answer.tokens``.
-        rows: of the step, those beyond the answers being padding; None: one for each answer.
+        rows: number of rows of the step, including padding; None: one per answer.
         unread: answers whose ids are not computed yet.
     """
     if ids is None:
@@ -96,8 +96,8 @@ def begin_lookahead(
 ) -> Step | None:
     """Begin the step after one whose tokens were not read yet.
 
-    Returns None if no answer continues, or if one has to see its token first. A step that cannot be begun
-    raises its error when it is started: after the tokens of the step before were handed out.
+    Returns None if no answer continues, or if one has to see its token first. If the step fails to begin, it
+    raises the error when it is started, after the previous step's tokens were returned.
     """
     if step.sampled is None:
         return None

@@ -1,4 +1,4 @@
-"""Requests through a scheduler: each token of each answer with its piece of text, as it comes."""
+"""Streaming of a scheduler's answers: each token with its piece of text."""
 
 import time
 from collections import deque
@@ -18,29 +18,28 @@ from kvant.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class GenerationResponse:
-    """One generated token, with mlx-lm's fields, and those from ``latency_ms`` on.
+    """One generated token, with mlx-lm's fields and those from ``latency_ms`` on.
 
     Attributes:
         text: the next piece of text; empty while a character or a possible stop string is incomplete.
         token: the token's id.
-        logprobs: (vocab,) log-probabilities the token was picked from; None of a batch.
+        logprobs: (vocab,) log-probabilities that the token was drawn from; None in a batch.
         from_draft: whether the token was drafted.
-        prompt_tokens: tokens of the prompt that were fed; 0 for further answers to it.
-        prompt_tps: prompt tokens per second, until the first token was ready, waiting included.
-        generation_tokens: tokens generated so far, this one included.
-        generation_tps: tokens per second, excluding the first token, which prompt_tps covers; 0.0 for the
-            first.
-        peak_memory: most memory MLX held so far, in GB (1e9 bytes).
+        prompt_tokens: number of fed prompt tokens; 0 for further answers to the same prompt.
+        prompt_tps: prompt tokens per second until the first token was ready, including waiting.
+        generation_tokens: number of tokens generated so far, including this one.
+        generation_tps: tokens per second without the first token, which prompt_tps covers; 0.0 for the first.
+        peak_memory: MLX's peak memory so far, in GB (1e9 bytes).
         finish_reason: None until the last response: "stop" (end-of-text token or stop string), "length"
             (max_tokens), "context" (the reserved context is full).
-        latency_ms: milliseconds since the previous token was ready, what the caller did in between included;
+        latency_ms: milliseconds since the previous token was ready, including the caller's time in between;
             for the first token, since the call.
-        drafts: what drafts did so far, for all answers; None: there are none.
-        number: of the request, from 0; of a batch.
+        drafts: counts for all answers so far; None without drafts.
+        number: of the request in a batch, from 0.
         answer: which of the request's answers, from 0.
         logprob: of the token.
         since_start_ms: milliseconds since the call.
-        cache: of prompt and answer, with the last token, if a batch keeps it.
+        cache: of prompt and answer, including the last token, if a batch keeps it.
     """
 
     text: str
@@ -64,23 +63,23 @@ class GenerationResponse:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A request, and what ends the text of its answers."""
+    """A request, and further conditions that end its answers."""
 
     request: Request
-    stop: Sequence[str] = ()  # strings; a text ends before the first of them
-    stop_sequences: Sequence[Sequence[int]] = ()  # token ids in a row; an answer ends with the first of them
+    stop: Sequence[str] = ()  # strings; a text ends before the first one
+    stop_sequences: Sequence[Sequence[int]] = ()  # sequences of token ids; an answer ends with the first one
     # Called with an answer's tokens when the context is full. Returns a factory for the continuation request,
     # called when the next token is needed, or None
     following: Callable[[list[int]], Callable[[], Request] | None] | None = None
 
 
 class ResponseBuilder:
-    """The text of an answer, token by token."""
+    """Builds the responses of an answer, token by token."""
 
     def __init__(self, number: int, requests: TextRequest, tokenizer: Tokenizer) -> None:
-        # where its text ended it; the scheduler has yet to say so
+        # the last response if the text ended the answer, until the scheduler confirms the end
         self.last: GenerationResponse | None = None
-        self.after = 0  # tokens behind that, which came with it
+        self.after = 0  # number of tokens after it from the same step
         self.following: Callable[[], Request] | None = None  # makes the request that continues it
         self._number = number
         self._request = requests
@@ -88,13 +87,10 @@ class ResponseBuilder:
         self._tokens: list[int] = []
         self._first_s = 0.0  # seconds until the first token
         self._previous_s = 0.0
-        self._prompt_tokens = 0  # of the prompt, that were fed
+        self._prompt_tokens = 0  # fed tokens of the prompt
 
     def take(self, token: Token, seconds: float, drafts: DraftCounts | None) -> GenerationResponse:
-        """Add the next token, which was ready so many seconds after the stream began.
-
-        ``drafts``: what drafts achieved until then.
-        """
+        """Add the next token, which was ready ``seconds`` after the stream began, with the drafts' counts."""
         assert token.token is not None and token.logprob is not None  # noqa: PT018
         self._tokens.append(token.token)
         text, reason = self._add(token.token, token.finish_reason)
@@ -126,7 +122,7 @@ class ResponseBuilder:
         )
 
     def _add(self, token: int, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
-        """Return the next piece of text, and why it ends here; None: it does not."""
+        """Return the next piece of text, and the reason if it ends here."""
         ends = self._request.stop_sequences
         if any(self._tokens[-len(end) :] == list(end) for end in ends):
             reason = "stop"
@@ -139,17 +135,16 @@ class ResponseBuilder:
             parts += self._text.finish()
         if self._text.stop is not None:
             reason = "stop"
-        return "".join(part.text for part in parts if isinstance(part, TextPart)), reason
+        return "".join(piece.text for piece in parts if isinstance(piece, TextPart)), reason
 
 
 def responses(
     scheduler: Scheduler, requests: Sequence[TextRequest], tokenizer: Tokenizer, started: float | None = None
 ) -> Generator[GenerationResponse, None, None]:
-    """Answer requests, as many at once as the scheduler has room for. The next one is submitted when none
-    waits.
+    """Answer requests, as many at once as the scheduler has room for.
 
-    The first is submitted now, so that what is refused is refused now. A stream that is left before its end,
-    or fails, leaves nothing under way. ``started``: the ``time.perf_counter()`` of the call; None: now.
+    The first request is submitted and checked now, the next one whenever none waits. Closing the stream early
+    ends all requests. ``started``: the ``time.perf_counter()`` of the call; None: now.
     """
     began = time.perf_counter() if started is None else started
     pending = deque(enumerate(requests))
