@@ -1,4 +1,4 @@
-"""The memory plan: what a model takes, and what a machine has, before a weight is read or downloaded.
+"""The memory plan: whether a model fits a machine, before any weight is read or downloaded.
 
 from kvant.plan import plan, read_folder
 print(plan(read_folder(folder), max_kv_size=4096).total)

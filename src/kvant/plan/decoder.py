@@ -1,4 +1,4 @@
-"""The facts of a model of kvant's own, by its config.json."""
+"""The facts of a decoder, from its config.json."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,38 +15,37 @@ from kvant.plan.facts import Facts, Layer
 from kvant.plan.stored import FLOAT_BYTES, Checkpoint
 
 FLOAT32 = FLOAT_BYTES["float32"]
-# Copies of the logits in sampling: float32, log-probabilities and what they are made from. (By the code.)
+# Copies of the logits in sampling: float32, log-probabilities and intermediates. (By the code.)
 LOGITS_COPIES = 5
-# If ranks have a part of each logit row: padded to one width, gathered, put into one row. (By the code.)
+# If each rank has a part of the logits: padded to one width, gathered, put into one row. (By the code.)
 GATHERED_COPIES = 3
-# Of the stream, what comes from another rank and what goes to one; or the sums of a layer's two products.
-# (By the code.)
+# Copies of hidden states received and sent by a rank, or the sums of a layer's two products. (By the code.)
 SENT_COPIES = 2
-# Rotary pairs a layer whose key bias stays out of the cache, if the weights that decide it were not read: 1
-# in 16.
+# Share of rotary pairs whose key bias stays out of the cache, if the weights that decide it were not read.
 GUESSED_PAIRS = 1 / 16
-# Parts of a dequantized matrix that are held, beside one a core: measured with 1 to 8 streams, and with MLX
-# 0.32.4 on 2026-11-29, where 2 would have done.
+# Dequantized pieces of a matrix in memory, in addition to one per core: measured with 1 to 8 streams, and
+# with MLX 0.32.4 on 2026-11-29, where 2 would have sufficed.
 QUEUED_PARTS = 4
 
 
 def decoder_facts(
     checkpoint: Checkpoint, cache: CacheOptions, *, on_cpu: bool, split_pairs: Sequence[int] | None
 ) -> Facts:
-    """Return the facts. ``cache``: fitted to its heads. ``split_pairs``: as of :func:`kvant.plan.plan`."""
-    config, part = checkpoint.config, checkpoint.part
+    """Return the facts. ``cache``: fitted to its heads. ``split_pairs``: as in :func:`kvant.plan.plan`."""
+    config = checkpoint.config
+    shard = checkpoint.shard
     itemsize = checkpoint.itemsize(on_cpu=on_cpu)
-    dtype = mx.float32 if itemsize == FLOAT32 else mx.bfloat16  # or float16, of as many bytes
+    dtype = mx.float32 if itemsize == FLOAT32 else mx.bfloat16  # or float16, which has the same size
     pairs: Sequence[int] | None = None
     if config.attention_bias and cache.bias_split:
         guessed = max(1, round(config.head_dim / 2 * GUESSED_PAIRS))
         pairs = split_pairs or [guessed] * config.num_hidden_layers
     formats = partial(count_formats, config, cache, dtype=dtype, split_pairs=pairs)
     heads = config.num_attention_heads
-    layers = [Layer(own, heads, dtype) for own in formats(MAX_NUMBER).elements()]
+    layers = [Layer(each, heads, dtype) for each in formats(MAX_NUMBER).elements()]
     is_packed = config.quantization is not None and not (checkpoint.unpacked and config.experts is None)
-    rows = 0 if part is not None and part.rank else LOGITS_COPIES
-    rows += GATHERED_COPIES if part is not None and part.divided and not checkpoint.tied else 0
+    rows = 0 if shard is not None and shard.rank else LOGITS_COPIES
+    rows += GATHERED_COPIES if shard is not None and shard.divided and not checkpoint.tied else 0
     return Facts(
         layers,
         formats,
@@ -57,33 +56,38 @@ def decoder_facts(
 
 
 def _activations(checkpoint: Checkpoint, cache: CacheOptions, *, on_cpu: bool) -> int:
-    """Numbers that a layer makes of a new token."""
-    config, experts = checkpoint.config, checkpoint.config.experts
+    """Return how many numbers a layer computes for a new token."""
+    config = checkpoint.config
+    experts = checkpoint.config.experts
     hidden = config.hidden_size
-    # Norms make two arrays, a product its parts, rotation two halves, the cache magnitudes; a GPU may attend
+    # Norms make two arrays, a product its pieces, rotation two halves, the cache magnitudes; a GPU may attend
     # in float32, and an adapter adds a product to each.
-    copies, inner = (7 if on_cpu else 10), 3
-    if cache.kv_format is not None or cache.layer(0).rotates:  # its key transform's
+    copies = 7 if on_cpu else 10
+    inner = 3
+    if cache.kv_format is not None or cache.layer(0).rotates:  # for the key transform
         copies += 2
     if checkpoint.adapter_bytes:
-        copies, inner = copies + 3, inner + 2
+        copies = copies + 3
+        inner = inner + 2
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     numbers = copies * (hidden + heads * config.head_dim) + inner * config.intermediate_size
     if experts is not None and any(experts.layers):
         numbers += 4 * experts.count + experts.per_token * ((inner + 3) * hidden + inner * experts.inner_size)
-    return numbers + (0 if checkpoint.part is None else SENT_COPIES * hidden)
+    return numbers + (0 if checkpoint.shard is None else SENT_COPIES * hidden)
 
 
 def _float_weights(config: ModelConfig) -> int:
-    """Bytes of the parts of quantized matrices that are held as floats, and of unpacking them."""
+    """Return the bytes of dequantized pieces of matrices, and of unpacking them."""
     assert config.quantization is not None
-    hidden, experts, cores = config.hidden_size, config.experts, len(cpu_streams())
+    hidden = config.hidden_size
+    experts = config.experts
+    cores = len(cpu_streams())
     heads = config.num_attention_heads + config.num_key_value_heads
     layer = hidden * (2 * heads * config.head_dim + 3 * config.intermediate_size)
     if experts is not None:
         layer = max(layer, cores * 3 * experts.inner_size * hidden)
-    held = min(max(layer, config.vocab_size * hidden), (cores + QUEUED_PARTS) * DEQUANTIZED_ELEMENTS)
+    floats = min(max(layer, config.vocab_size * hidden), (cores + QUEUED_PARTS) * DEQUANTIZED_ELEMENTS)
     bits = config.quantization.bits
     if not config.quantization.has_biases:
-        return held * (FLOAT32 + 5)  # small floats, looked up
-    return held * (FLOAT32 + (1 if 8 % bits == 0 else FLOAT32 * bits))  # a mask, or a word for every bit
+        return floats * (FLOAT32 + 5)  # small floats from a table
+    return floats * (FLOAT32 + (1 if 8 % bits == 0 else FLOAT32 * bits))  # a mask, or a word per bit

@@ -1,4 +1,4 @@
-"""What fits into a machine. Every command that runs a model asks :func:`plan_run`, as ``kvant plan`` does."""
+"""What fits a machine. Every command that runs a model uses :func:`plan_run`, like ``kvant plan``."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from kvant.plan.stored import Checkpoint
 
 CHECKPOINTS = 2  # for each of several sequences
 TURNS = 6  # for a conversation
-TURNS_OF_TAILS = 2  # for a conversation that without them would read a tail's tokens again
+TURNS_OF_TAILS = 2  # for a conversation that otherwise would only feed a tail's tokens again
 
 
 def plan_run(
@@ -30,8 +30,8 @@ def plan_run(
 ) -> MemoryPlan:
     """Plan a run on one machine, whether it fits or not.
 
-    ``tokens``: None: of the longest context that fits, or of one token if none does. ``split_pairs`` and
-    errors: as of :func:`kvant.plan.plan`.
+    ``tokens``: None: the longest context that fits, or one token if none does. ``split_pairs`` and errors: as
+    in :func:`kvant.plan.plan`.
     """
     if tokens is None:
         tokens = max(1, longest_context(checkpoint, machine, settings, split_pairs).tokens)
@@ -47,7 +47,7 @@ def plan_ranks(
     machines: Sequence[Machine],
     parallel: Parallel | None = None,
 ) -> RankPlan:
-    """Plan a run on several machines, whether it fits or not; ``tokens`` as of :func:`plan_run`.
+    """Plan a run on several machines, whether it fits or not; ``tokens`` as in :func:`plan_run`.
 
     ``parallel``: None: a pipeline, unless only tensor parallel fits.
     """
@@ -70,18 +70,16 @@ def plan_ranks(
 def longest_by_bits(
     settings: Settings, longest: Callable[[Settings], LongestContext]
 ) -> dict[int, LongestContext]:
-    """Return the longest contexts by bits of the cache, 0 for the compute dtype's; without those that the
-    model cannot have.
-    """
-    found = {}
+    """Return the longest contexts by the cache's bits (0: no quantization), without unsupported bits."""
+    contexts = {}
     for bits in QUANT_BITS:
         with suppress(ValueError):
-            found[bits] = longest(replace(settings, cache=settings.cache.at(bits)))
-    return found
+            contexts[bits] = longest(replace(settings, cache=settings.cache.at(bits)))
+    return contexts
 
 
 def sequences_that_fit(planned: Callable[[int], tuple[MemoryPlan, Machine]], most: int) -> int:
-    """Return how many sequences at once fit, of ``most``; ``planned`` plans so many, for a machine."""
+    """Return how many sequences, at most ``most``, fit at once; ``planned`` plans a number of them."""
 
     def missing(count: int) -> int:
         made, machine = planned(count)
@@ -91,7 +89,7 @@ def sequences_that_fit(planned: Callable[[int], tuple[MemoryPlan, Machine]], mos
 
 
 def unpacked(checkpoint: AnyCheckpoint, settings: Settings) -> tuple[AnyCheckpoint, Settings]:
-    """Return the model and the settings, in them the draft model, with quantized matrices as floats."""
+    """Return the model, and the settings' draft model, with quantized matrices as floats."""
     draft = settings.draft_model
     if draft is not None:
         settings = replace(settings, draft_model=replace(draft, checkpoint=_unpacked(draft.checkpoint)))
@@ -101,9 +99,7 @@ def unpacked(checkpoint: AnyCheckpoint, settings: Settings) -> tuple[AnyCheckpoi
 def unpacked_if_roomy(
     checkpoint: AnyCheckpoint, settings: Settings, tokens: int | None, machine: Machine
 ) -> tuple[AnyCheckpoint, Settings]:
-    """As :func:`unpacked` on a CPU with OpenBLAS where a plan of as many tokens takes at most half of its
-    memory then; else what was given.
-    """
+    """Apply :func:`unpacked` on a CPU with OpenBLAS if the same run then takes at most half of its memory."""
     floats = unpacked(checkpoint, settings)
     if machine.device != "cpu" or floats == (checkpoint, settings) or blas.sgemv() is None:
         return checkpoint, settings
@@ -113,12 +109,12 @@ def unpacked_if_roomy(
 
 
 def needs_checkpoints(checkpoint: AnyCheckpoint, cache: CacheOptions) -> bool:
-    """Return whether a text can be gone back to at a checkpoint only: in windows, states and exact tails."""
+    """Return whether windows, states or exact tails make sequences go back only to checkpoints."""
     return checkpoint.moves_on or cache.any_tail
 
 
 def default_checkpoints(checkpoint: AnyCheckpoint, cache: CacheOptions, sequences: int | None) -> int:
-    """Return how many checkpoints a pool of ``sequences`` has, or a conversation (None)."""
+    """Return how many checkpoints a pool of ``sequences``, or a conversation (None), has by default."""
     if not needs_checkpoints(checkpoint, cache):
         return 0
     if sequences is not None:

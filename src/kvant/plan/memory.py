@@ -1,4 +1,4 @@
-"""What is planned: the settings of a run, and its memory."""
+"""The settings of a run, and the plan of its memory."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,25 +16,25 @@ AnyCheckpoint = Checkpoint | BridgedCheckpoint
 @dataclass(frozen=True, slots=True)
 class DraftModel:
     checkpoint: AnyCheckpoint
-    # as in :func:`kvant.plan.plan`; None: they were not read
+    # as in :func:`kvant.plan.plan`; None: unknown
     split_pairs: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user chooses of a run; as the flags of the same names."""
+    """The user's settings of a run, named like the flags."""
 
     cache: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = PREFILL_STEP_SIZE  # prompt tokens fed at a time
     sequences: int | None = None  # of a pool, at once; None: a cache of one sequence
-    # that the pool is reserved for in all; None: max_kv_size for each sequence
+    # total tokens of the pool; None: max_kv_size for each sequence
     pool_tokens: int | None = None
-    caches: int = 0  # of conversations that are held beside a pool
-    # with a cache of its own, or a pool of as many sequences and tokens
+    caches: int = 0  # of conversations, in addition to a pool
+    # has its own cache, or a pool of as many sequences and tokens
     draft_model: DraftModel | None = None
 
     def in_pool(self, tokens: int) -> int:
-        """Tokens that a pool is reserved for in all, if a sequence has ``tokens`` at most."""
+        """Return the total tokens of a pool whose sequences have at most ``tokens``."""
         return self.pool_tokens or (self.sequences or 1) * page_rows(tokens)
 
 
@@ -45,25 +45,25 @@ DEFAULT_SETTINGS = Settings()
 class MemoryPlan:
     """The memory of a run in bytes."""
 
-    max_kv_size: int  # tokens reserved in the cache; in a pool the most that one sequence has
+    max_kv_size: int  # tokens reserved in the cache; in a pool the most of one sequence
     settings: Settings
     cache: int  # quantized values, scales and bias tables of all layers; reserved before the first token
-    scratch: int  # an upper bound of what a chunk of the prompt, or a step of decoding, takes beside them
+    scratch: int  # an upper bound of the additional memory of a prompt chunk or a decoding step
     state: int = 0  # of a bridged model's linear and convolution layers, allocated at the first prefill
-    caches: int = 0  # of conversations' caches and their states, beside a pool
-    # of a pool, the part of the cache that one more sequence of max_kv_size tokens would add
+    caches: int = 0  # of conversations' caches and their states, in addition to a pool
+    # what one more sequence of max_kv_size tokens would add to a pool's cache
     sequence: int = 0
     draft_weights: int = 0
-    draft_cache: int = 0  # of its cache or pool, and states; a sequence has at most its own context
-    weights: int = 0  # as they are held, whatever is held twice counted twice
-    weights_read: int = 0  # the part of them that one token reads: of the experts a few
-    loading: int = 0  # the most while the weights are loaded, before there is a cache
-    # interpreter, libraries, tokenizer, MLX's buffers for reuse; 0 if it isn't the GPU's memory
+    draft_cache: int = 0  # of the draft model's cache or pool and states, at most its own context
+    weights: int = 0  # in memory; what exists twice is counted twice
+    weights_read: int = 0  # the weights that one token reads, with only a few experts
+    loading: int = 0  # the peak while the weights are loaded, before there is a cache
+    # interpreter, libraries, tokenizer, MLX's buffers for reuse; 0 if the GPU has its own memory
     process: int = 0
 
     @property
     def arrays(self) -> int:
-        """An upper bound of what ``mx.get_peak_memory`` says after a run of the full context."""
+        """Return an upper bound of ``mx.get_peak_memory`` after a run of the full context."""
         drafts = self.draft_weights + self.draft_cache
         return max(self.weights + self.cache + self.state + self.caches + drafts + self.scratch, self.loading)
 
@@ -73,12 +73,12 @@ class MemoryPlan:
 
 
 def page_rows(tokens: int) -> int:
-    """Rows of the whole pages that so many tokens take."""
+    """Return the rows of the whole pages for this many tokens."""
     return pages_for(tokens) * PAGE_SIZE
 
 
 def as_record(plan: MemoryPlan) -> dict[str, int]:
-    """A plan's bytes by name, with the sums; "sequence" of a pool alone, and so with a draft model's."""
+    """Return a plan's bytes and sums by name, without those of a missing pool or draft model."""
     left_out = {
         "max_kv_size",
         "settings",
@@ -91,7 +91,7 @@ def as_record(plan: MemoryPlan) -> dict[str, int]:
 
 
 def settings_record(settings: Settings) -> dict[str, Any]:
-    """The settings that are flags of ``kvant plan``, by name."""
+    """Return the settings that are flags of ``kvant plan``, by name."""
     cache = settings.cache
     stored: dict[str, Any] = {
         "kv_bits": cache.kv_bits,

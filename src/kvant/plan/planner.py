@@ -1,6 +1,4 @@
-"""How much memory a run takes, before it begins: weights, cache, and what a prompt's chunks need beside
-them.
-"""
+"""The memory of a run before it begins: weights, cache, and scratch."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -17,20 +15,19 @@ from kvant.plan.decoder import FLOAT32, LOGITS_COPIES
 from kvant.plan.memory import DEFAULT_SETTINGS, AnyCheckpoint, DraftModel, MemoryPlan, Settings
 from kvant.plan.needs import needs
 
-# What the process takes beside the arrays if it comes out of the same memory: interpreter, libraries, MLX's
-# buffers for reuse; and while it is read, a tokenizer for each of its tokens. Measured, docs/measuring.md.
+# Memory of the process without arrays, if it shares the arrays' memory: interpreter, libraries, MLX's buffers
+# for reuse; and the bytes per token of a tokenizer while it is read. Measured, docs/measuring.md.
 PROCESS_BYTES = 170_000_000
 TOKENIZER_BYTES = 1_700
-# With mlx-lm and the libraries that it imports: 300 MB with a tiny model, where a decoder takes 70.
+# With mlx-lm and its libraries: 300 MB for a tiny model, where a decoder takes 70.
 BRIDGED_PROCESS_BYTES = 400_000_000
-# MLX's ring has two buffers of 8 MiB for each of the two neighbours, filled with zeros when it begins
-# (ring.cpp).
+# MLX's ring touches two buffers of 8 MiB for each of the two neighbours when it starts (ring.cpp).
 RING_BYTES = 4 * 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class LongestContext:
-    """The longest context that fits: tokens, 0 if none does, and what ends it."""
+    """The longest context that fits: tokens, 0 if none does, and its limit."""
 
     tokens: int
     ended_by: Literal["memory", "the model's context", "kvant's limit"]
@@ -44,21 +41,23 @@ def plan(
     device: Device | None = None,
     split_pairs: Sequence[int] | None = None,
 ) -> MemoryPlan:
-    """The memory of loading a model and running it until its cache is full; a ValueError for settings it
-    cannot have.
+    """Plan the memory of loading a model and running it until its cache is full.
 
-    On a CPU everything is computed in float32, and the arrays are never fewer bytes than MLX counted in
-    tests. A GPU computes in the checkpoint's dtype; nobody has measured its scratch yet. The scratch of a
-    bridged model is an estimate on both.
+    On a CPU everything is computed in float32, and the planned arrays were never below MLX's count in tests.
+    A GPU computes in the checkpoint's dtype; its scratch has not been measured yet. The scratch of a bridged
+    model is an estimate on both.
 
     Args:
-        checkpoint: what is known of the model: :func:`kvant.plan.read_folder` or :func:`read_facts`.
+        checkpoint: the model's facts, from :func:`kvant.plan.read_folder` or :func:`read_facts`.
         max_kv_size: tokens reserved in the cache; all of them are used.
         settings: of the run.
-        device: "cpu" or "gpu"; default: what MLX computes on here.
-        split_pairs: of each layer, the rotary pairs whose key bias stays out of the cache,
-            :func:`split_pairs` of a loaded model; default: one in sixteen, a guess. It only matters for
+        device: "cpu" or "gpu"; default: MLX's default device.
+        split_pairs: the rotary pairs of each layer whose key bias stays out of the cache, from
+            :func:`split_pairs` of a loaded model; default: a guess of one in sixteen. It only matters for
             models with biased keys.
+
+    Raises:
+        ValueError: the model does not support the settings.
     """
     if max_kv_size < 1:
         raise ValueError(f"max_kv_size is {max_kv_size}; expected at least 1")
@@ -71,15 +70,14 @@ def longest_context(
     settings: Settings = DEFAULT_SETTINGS,
     split_pairs: Sequence[int] | None = None,
 ) -> LongestContext:
-    """The tokens whose plan fits into a machine if one more doesn't; other arguments as those of
-    :func:`plan`.
-    """
-    planned, limit = planner(checkpoint, settings, machine.device, split_pairs), machine.limit_bytes
+    """Return the longest context whose plan fits a machine; other arguments as in :func:`plan`."""
+    planned = planner(checkpoint, settings, machine.device, split_pairs)
+    limit = machine.limit_bytes
     return longest(checkpoint.config.max_position_embeddings, lambda tokens: planned(tokens).total <= limit)
 
 
 def longest(own_context: int | None, fits: Callable[[int], bool]) -> LongestContext:
-    """The tokens that fit if one more doesn't, or the model has no more; ``own_context``: of the model."""
+    """Return the most tokens that fit, at most the model's ``own_context``."""
     context = own_context or MAX_SIZE
     tokens = bisect_left(range(1, context + 1), True, key=lambda tokens: not fits(tokens))
     if tokens < context:
@@ -88,9 +86,7 @@ def longest(own_context: int | None, fits: Callable[[int], bool]) -> LongestCont
 
 
 def split_pairs(model: LanguageModel) -> list[int]:
-    """Of each layer of a loaded model, the rotary pairs whose key bias stays out of the cache; empty if
-    bridged.
-    """
+    """Return how many rotary pairs' key bias stays out of the cache in each layer; empty if bridged."""
     if not isinstance(model, Decoder):
         return []
     biases = (layer.self_attn.qkv_bias for layer in model.layers)
@@ -103,10 +99,11 @@ def planner(
     device: Device | None,
     split_pairs: Sequence[int] | None = None,
 ) -> Callable[[int], MemoryPlan]:
-    """:func:`plan` by tokens reserved; what does not depend on them is added up once."""
+    """Return :func:`plan` as a function of reserved tokens, which computes everything else once."""
     on_cpu = (device or default_device()) == "cpu"
     run = needs(checkpoint, settings, on_cpu=on_cpu, split_pairs=split_pairs)
-    loading, weights_read = checkpoint.loading(on_cpu=on_cpu), checkpoint.read_bytes(on_cpu=on_cpu)
+    loading = checkpoint.loading(on_cpu=on_cpu)
+    weights_read = checkpoint.read_bytes(on_cpu=on_cpu)
     process = process_bytes(checkpoint) if on_cpu else 0
     draft = None if settings.draft_model is None else _draft_planner(settings.draft_model, settings, device)
 
@@ -126,7 +123,7 @@ def planner(
 def _draft_planner(
     draft: DraftModel, settings: Settings, device: Device | None
 ) -> Callable[[int], MemoryPlan]:
-    """The plan of a draft model alone, by the tokens reserved for the model that it drafts for."""
+    """Return a draft model's own plan as a function of the main model's reserved tokens."""
     config = draft.checkpoint.config
     chosen = Settings(draft_format(config, settings.cache), settings.prefill_step_size, settings.sequences)
     planned = planner(draft.checkpoint, chosen, device, draft.split_pairs)
@@ -134,9 +131,7 @@ def _draft_planner(
 
 
 def _with_draft(made: MemoryPlan, draft: MemoryPlan, checkpoint: AnyCheckpoint) -> MemoryPlan:
-    """A plan with a draft model beside. The two compute in turns; what the larger step sampled is held
-    meanwhile.
-    """
+    """Add a draft model to a plan. The two compute alternately, while sampled logits stay in memory."""
     rows = (
         (MOST + 1) * LOGITS_COPIES * FLOAT32 * checkpoint.config.vocab_size * (made.settings.sequences or 1)
     )
@@ -151,8 +146,8 @@ def _with_draft(made: MemoryPlan, draft: MemoryPlan, checkpoint: AnyCheckpoint) 
 
 
 def process_bytes(checkpoint: AnyCheckpoint) -> int:
-    """What the process takes beside MLX's arrays. Of several ranks the first alone has a tokenizer."""
-    part = checkpoint.part
-    own = BRIDGED_PROCESS_BYTES if isinstance(checkpoint, BridgedCheckpoint) else PROCESS_BYTES
-    tokenizer = TOKENIZER_BYTES * checkpoint.config.vocab_size if part is None or part.rank == 0 else 0
-    return own + tokenizer + (0 if part is None else RING_BYTES)
+    """Return the process's bytes without MLX's arrays. Of several ranks only the first has a tokenizer."""
+    shard = checkpoint.shard
+    libraries = BRIDGED_PROCESS_BYTES if isinstance(checkpoint, BridgedCheckpoint) else PROCESS_BYTES
+    tokenizer = TOKENIZER_BYTES * checkpoint.config.vocab_size if shard is None or shard.rank == 0 else 0
+    return libraries + tokenizer + (0 if shard is None else RING_BYTES)

@@ -1,4 +1,4 @@
-"""The memory of a model on several machines: what each rank takes, and which layers or heads it has."""
+"""The memory of a model on several machines, and the layers or heads of each rank."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class RankPlan:
 
     parallel: Parallel
     machines: Sequence[Machine]
-    parts: Sequence[AnyCheckpoint]  # of the model
+    parts: Sequence[AnyCheckpoint]  # each rank's shard of the model
     plans: Sequence[MemoryPlan]
     layers: list[range] | None  # of a pipeline; None: tensor parallel
 
@@ -40,32 +40,30 @@ class RankPlan:
 
     @property
     def fullest(self) -> int:
-        """The rank that uses the largest part of its machine's limit."""
+        """Return the rank that uses the largest fraction of its machine's limit."""
         limits = [max(1, machine.limit_bytes) for machine in self.machines]
         return max(range(len(limits)), key=lambda rank: self.plans[rank].total / limits[rank])
 
     def again(self, settings: Settings, tokens: int) -> tuple[MemoryPlan, Machine]:
-        """Plan other settings with the model divided as it is: the fullest machine's memory, and that
-        machine.
-        """
+        """Plan other settings for the same shards; return the fullest machine's memory, and that machine."""
         planned = [
-            (plan(part, max_kv_size=tokens, settings=settings, device=machine.device), machine)
-            for part, machine in zip(self.parts, self.machines, strict=True)
+            (plan(share, max_kv_size=tokens, settings=settings, device=machine.device), machine)
+            for share, machine in zip(self.parts, self.machines, strict=True)
         ]
         return max(planned, key=lambda one: one[0].total / max(1, one[1].limit_bytes))
 
     def longest(self) -> list[LongestContext]:
-        """Of each rank, the longest context that fits into its machine with what it has of the model."""
+        """Return the longest context that fits each rank's machine with its shard."""
         return [
-            longest_context(part, machine, made.settings)
-            for part, made, machine in zip(self.parts, self.plans, self.machines, strict=True)
+            longest_context(share, machine, made.settings)
+            for share, made, machine in zip(self.parts, self.plans, self.machines, strict=True)
         ]
 
 
 class RankPlanner:
     """Plans one model on the same machines, rank 0's first, for any number of tokens.
 
-    A ModelError if it cannot be divided so, a ValueError for a cache format that it cannot have.
+    Raises a ModelError if the model cannot be divided like this, and a ValueError for an unsupported cache.
     """
 
     def __init__(
@@ -75,7 +73,9 @@ class RankPlanner:
         parallel: Parallel,
         settings: Settings = DEFAULT_SETTINGS,
     ) -> None:
-        self._checkpoint, self._machines, self._settings = checkpoint, list(machines), settings
+        self._checkpoint = checkpoint
+        self._machines = list(machines)
+        self._settings = settings
         self._shares: list[AnyCheckpoint] = []
         self._stages: dict[Device, Callable[[int, int, int], int]] = {}
         if parallel == "tensor":
@@ -99,29 +99,29 @@ class RankPlanner:
             return self._stages[self._machines[rank].device](first, last, tokens)
 
         layers = deal(self._checkpoint.num_layers, [machine.limit_bytes for machine in self._machines], used)
-        parts = [self._checkpoint.stage(rank, own) for rank, own in enumerate(layers)]
+        parts = [self._checkpoint.stage(rank, each) for rank, each in enumerate(layers)]
         made = [planned(tokens) for planned in self._planners_of(parts)]
         return RankPlan("pipeline", self._machines, parts, made, layers)
 
     def longest(self) -> LongestContext:
-        """The longest context that fits; the layers of a pipeline are dealt out anew for each."""
+        """Return the longest context that fits; every length deals a pipeline's layers again."""
         return longest(self._checkpoint.config.max_position_embeddings, lambda tokens: self.plan(tokens).fits)
 
     def _planners_of(self, parts: Sequence[AnyCheckpoint]) -> list[Callable[[int], MemoryPlan]]:
         machines = zip(parts, self._machines, strict=True)
-        return [planner(part, self._settings, machine.device) for part, machine in machines]
+        return [planner(share, self._settings, machine.device) for share, machine in machines]
 
 
 def _stage_bytes(
     checkpoint: AnyCheckpoint, settings: Settings, device: Device
 ) -> Callable[[int, int, int], int]:
-    """(first layer, last layer and 1, tokens) -> bytes of that stage of a pipeline. One that begins with 0 is
-    rank 0's.
+    """Return a function from (first layer, end, tokens) to the bytes of that stage of a pipeline.
 
-    Weights are added up from layers. A run takes as much as that of any stage with as many layers of each
-    kind.
+    A stage that begins with layer 0 is rank 0's. Weights are summed over layers. A run takes as much as that
+    of any stage with equally many layers of each kind.
     """
-    on_cpu, layers = device == "cpu", range(checkpoint.num_layers)
+    on_cpu = device == "cpu"
+    layers = range(checkpoint.num_layers)
     # An adapter is whole on every rank.
     bare = replace(checkpoint, adapter_bytes=0) if isinstance(checkpoint, Checkpoint) else checkpoint
     ends = bare.stage(0, range(0)).loading(on_cpu=on_cpu)
@@ -130,16 +130,17 @@ def _stage_bytes(
     names = [checkpoint.layer_kind(n) for n in layers]
     process = [process_bytes(checkpoint.stage(rank, range(1))) if on_cpu else 0 for rank in (0, 1)]
     stages: dict[tuple[int, int], tuple[Loading, Needs]] = {}
-    runs: dict[Any, Needs] = {}  # by rank 0 or not, and the number of layers of each kind
+    runs: dict[Any, Needs] = {}  # by whether it is rank 0, and the number of layers of each kind
     for first in layers:
-        loading, counts = Loading() if first else ends, Counter[Any]()
+        loading = Loading() if first else ends
+        counts = Counter[Any]()
         for layer in layers[first:]:
             loading = loading.then(each[layer])
             counts[names[layer]] += 1
             kinds = first > 0, frozenset(counts.items())
             if kinds not in runs:
-                part = checkpoint.stage(int(first > 0), range(first, layer + 1))
-                runs[kinds] = cache(needs(part, settings, on_cpu=on_cpu))
+                stage = checkpoint.stage(int(first > 0), range(first, layer + 1))
+                runs[kinds] = cache(needs(stage, settings, on_cpu=on_cpu))
             stages[first, layer + 1] = loading, runs[kinds]
 
     def used(first: int, last: int, tokens: int) -> int:
@@ -150,20 +151,21 @@ def _stage_bytes(
 
 
 def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int]) -> list[range]:
-    """The layers of each rank, contiguous in the order of ranks, at least one each.
+    """Return the layers of each rank, contiguous in the order of ranks, at least one each.
 
-    The largest part of a rank's limit that is used is the smallest of all such deals. Of equal ones the last
-    rank has the most layers, and those before are dealt out by the same rule. Every deal is looked at, in
-    exact numbers. ``limits`` and ``used``, of (rank, first layer, last layer and 1), are bytes.
+    It minimizes the largest used fraction of a rank's limit, over all deals and with exact numbers. Among
+    equal deals the last rank gets the most layers, and the ranks before it follow the same rule. ``limits``
+    and ``used``, of (rank, first layer, end), are bytes.
     """
     if layers < len(limits):
         raise ModelError(f"{layers} layers cannot be dealt out to {len(limits)} ranks: each needs one")
     limits = [max(1, limit) for limit in limits]
-    # By the layers dealt out: the largest fraction, where the last rank begins, and the same of the ranks
-    # before it.
+    # By the number of layers dealt: the largest fraction, the first layer of the last rank, and the same
+    # for the ranks before it.
     best: dict[int, tuple[int, int, Any]] = {0: (0, 0, None)}
     for rank, limit in enumerate(limits):
-        after, scale = len(limits) - 1 - rank, lcm(*limits) // limit  # fractions, with one denominator
+        after = len(limits) - 1 - rank
+        scale = lcm(*limits) // limit  # fractions with a common denominator
         best = {
             last: min(
                 (max(before[0], scale * used(rank, first, last)), first, before)
@@ -172,8 +174,9 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
             )
             for last in (range(rank + 1, layers - after + 1) if after else [layers])
         }
-    bounds, found = [layers], best[layers]
-    while found[2] is not None:
-        bounds.insert(0, found[1])
-        found = found[2]
+    bounds = [layers]
+    deal_so_far = best[layers]
+    while deal_so_far[2] is not None:
+        bounds.insert(0, deal_so_far[1])
+        deal_so_far = deal_so_far[2]
     return [range(*each) for each in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint, from its config.json and the sizes of its files: nothing else is read."""
+"""The bytes of a checkpoint, computed only from its config.json and the sizes of its files."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,47 +19,48 @@ from kvant.models.share import Share, divides_inputs, local_config
 from kvant.models.tensors import TensorFiles
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# An adapter's factors beside quantized matrices that are fused, three at the most, have zeros where the
-# others lie.
+# With fused quantized matrices, at most three, an adapter's factors have zeros for the other matrices.
 ADAPTER_COPIES = 3
 UNPACKING_BYTES = 4096  # of shifts and masks; measured, 102
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Which part of a model a rank has, beside the sizes in its config."""
+class Shard:
+    """A rank's shard of a model, in addition to the sizes in its config."""
 
-    rank: int  # 0 has the tokenizer, and the logits are sampled there
-    # each rank has heads and features of every layer, the embedding, last norm and head
+    rank: int  # rank 0 has the tokenizer and samples the logits
+    # whether each rank has heads and features of every layer, the embedding, last norm and head
     divided: bool = False
     head_rows: int | None = None  # of an untied head; None: all
 
     @property
     def has_ends(self) -> bool:
-        """The embedding, the last norm and the head are there."""
+        """Return whether it has the embedding, the last norm and the head."""
         return self.divided or self.rank == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Bytes of weights, and while they are loaded, one matrix after the other."""
+    """Bytes of weights, and the peak while they are loaded one matrix after the other."""
 
-    kept: int = 0  # of the matrices that stay
-    most: int = 0  # of matrices at any time
-    others: int = 0  # of norms, biases and adapters: next to nothing, counted as if there from the beginning
+    matrices: int = 0  # after loading
+    most: int = 0  # peak of matrices
+    others: int = 0  # of norms, biases and adapters: little, counted from the beginning
 
     def then(self, later: "Loading") -> "Loading":
         return Loading(
-            self.kept + later.kept, max(self.most, self.kept + later.most), self.others + later.others
+            self.matrices + later.matrices,
+            max(self.most, self.matrices + later.most),
+            self.others + later.others,
         )
 
     @property
     def resident(self) -> int:
-        return self.kept + self.others
+        return self.matrices + self.others
 
     @property
     def peak(self) -> int:
-        """The most at any time."""
+        """Return the peak."""
         return self.most + self.others
 
 
@@ -67,19 +68,18 @@ class Loading:
 class Checkpoint:
     """The facts of a checkpoint that decide its memory."""
 
-    config: ModelConfig  # its config.json; of a part with the sizes of that part
+    config: ModelConfig  # its config.json, with the sizes of the shard
     float_bytes: int  # of a stored floating-point number, 2 or 4
-    tied: bool  # the embedding is the output head too
-    adapter_bytes: int = 0  # of an adapter's tensors, as they lie in their file
-    part: Part | None = None  # that one rank of several has; None: it is the whole model
-    unpacked: bool = False  # quantized matrices, but those of experts, are held as floats
+    tied: bool  # whether the embedding is also the output head
+    adapter_bytes: int = 0  # of an adapter's file
+    shard: Shard | None = None  # of one rank; None: the whole model
+    unpacked: bool = False  # whether quantized matrices, except those of experts, are stored as floats
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any], file_bytes: int | None = None) -> "Checkpoint":
-        """From a config.json already parsed, and the bytes of all safetensors files together; None: not
-        known.
+        """Make it from a parsed config.json and the total bytes of all safetensors files, if known.
 
-        The latter decide what the former leaves out, else the head counts as untied and floats as two bytes.
+        The bytes decide what config.json leaves out; without them the head is untied and floats have 2 bytes.
         """
         config = ModelConfig.from_dict(raw)
         said = FLOAT_BYTES.get(str(raw.get("dtype") or raw.get("torch_dtype")))
@@ -99,9 +99,7 @@ class Checkpoint:
         try:
             try:
                 tensors = TensorFiles(folder)
-            except (
-                CheckpointError
-            ):  # not all of it is here yet: what there is may still say which floats they are
+            except CheckpointError:  # incomplete: the files so far may still show which floats they have
                 file_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors")) or None
                 return cls.from_facts(raw, file_bytes)
             config = as_stored(ModelConfig.from_dict(raw), tensors)
@@ -111,18 +109,16 @@ class Checkpoint:
             raise ModelError(f"{folder}: {error}") from error
 
     def adapted(self, folder: Path) -> "Checkpoint":
-        """With an adapter's folder; whether that can be loaded is said when it is."""
+        """Return the checkpoint with an adapter's folder, which is checked when it is loaded."""
         return replace(self, adapter_bytes=tensors_file(folder).stat().st_size)
 
     def quantized(self, bits: int, group_size: int) -> "Checkpoint":
-        """As if converted: every matrix that groups divide; a router has the bits that mlx-lm gives it."""
+        """Return the converted checkpoint: quantized matrices where groups fit, routers as in mlx-lm."""
         if self.config.quantization is not None:
             bits_now = self.config.quantization.bits
             raise ModelError(f"the weights are quantized already, to {bits_now} bits; only float ones can be")
-        quantization, others = (
-            Quantization(bits=bits, group_size=group_size),
-            dict[str, Quantization | None](),
-        )
+        quantization = Quantization(bits=bits, group_size=group_size)
+        others = dict[str, Quantization | None]()
         for path, _, row in self.config.parameters():
             size = self.config.shape(row)
             own_bits, own_group = row.converted or (bits, group_size)
@@ -135,48 +131,46 @@ class Checkpoint:
         )
 
     def unpack(self) -> "Checkpoint":
-        """As if loaded with its quantized matrices, but those of experts, as floats."""
+        """Return the checkpoint with quantized matrices, except those of experts, loaded as floats."""
         return replace(self, unpacked=True)
 
     @property
     def is_packed(self) -> bool:
-        """Whether any matrix is quantized."""
+        """Return whether any matrix is quantized."""
         return any(self.config.quantization_of(path) is not None for path, *_ in self._matrices())
 
     def stage(self, rank: int, layers: range) -> "Checkpoint":
-        """A pipeline's rank: these layers, on rank 0 also all that is in no layer. An adapter is counted
-        whole.
-        """
-        config, table = self.config, self.config.architecture
+        """Return a pipeline rank's shard: these layers, the adapter, and on rank 0 what is in no layer."""
+        config = self.config
+        table = self.config.architecture
         paths = {path: path for path in (table.embedding.path, table.head.path)}
         for number, layer in enumerate(layers if config.quantization_overrides else ()):
-            old, new = table.layers.format(layer), table.layers.format(number)
+            old = table.layers.format(layer)
+            new = table.layers.format(number)
             paths |= {old + row.path: new + row.path for row in table.of_layer(config.has_experts(layer))}
         formats = config.quantization_overrides
         overrides = {new: formats[old] for old, new in paths.items() if old in formats}
         local = replace(local_config(config, layers=layers), quantization_overrides=overrides)
-        return replace(self, config=local, part=Part(rank))
+        return replace(self, config=local, shard=Shard(rank))
 
     def share(self, share: Share) -> "Checkpoint":
-        """A rank's part if heads and features are divided: the embedding, norms and an adapter are whole."""
+        """Return a tensor-parallel rank's shard; embedding, norms and adapter are whole."""
         first, last = share.vocabulary
-        part = Part(share.rank, divided=True, head_rows=last - first)
-        return replace(self, config=local_config(self.config, share), part=part)
+        shard = Shard(share.rank, divided=True, head_rows=last - first)
+        return replace(self, config=local_config(self.config, share), shard=shard)
 
     def layer_kind(self, layer: int) -> tuple[int | None, bool]:
-        """What a run's bytes depend on, beside the model's sizes: the layer's window, and whether it has
-        experts.
-        """
+        """Return the layer's window and whether it has experts, which decide the bytes of a run."""
         return self.config.windows[layer], self.config.has_experts(layer)
 
     @property
     def num_layers(self) -> int:
-        """That a pipeline deals out."""
+        """Return the number of layers of a pipeline."""
         return self.config.num_hidden_layers
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all tensors as they lie in the files."""
+        """Return the bytes of all tensors in the files."""
         total = sum(size for _, size in self._vectors()) * self.float_bytes
         return total + sum(
             self._matrix_bytes(path, size, self.float_bytes) for path, size, _, _ in self._matrices()
@@ -184,18 +178,17 @@ class Checkpoint:
 
     @property
     def moves_on(self) -> bool:
-        """Whether a text cannot be gone back to anywhere: some layers have windows."""
+        """Return whether sequences cannot go back to every place, because layers have windows."""
         return any(window is not None for window in self.config.windows)
 
     def itemsize(self, *, on_cpu: bool) -> int:
-        """Bytes of a number as it is computed with."""
+        """Return the bytes of a number of the compute dtype."""
         return FLOAT_BYTES["float32"] if on_cpu else self.float_bytes
 
     def read_bytes(self, *, on_cpu: bool) -> int:
-        """Bytes of the weights that one token reads: of the experts a few, and not a table that only
-        embeds.
-        """
-        itemsize, experts = self.itemsize(on_cpu=on_cpu), self.config.experts
+        """Return the bytes of weights that one token reads: a few experts, and no untied embedding."""
+        itemsize = self.itemsize(on_cpu=on_cpu)
+        experts = self.config.experts
         total = self.loading(on_cpu=on_cpu).resident
         for path, size, _, row in self._matrices():
             if row.role == "embedding" and not self.tied:
@@ -206,17 +199,16 @@ class Checkpoint:
         return total
 
     def loading(self, *, on_cpu: bool) -> Loading:
-        """The weights as the decoder holds them, and what it takes to load them. Biases and norms may be held
-        twice.
+        """Return the bytes of a decoder's weights and of loading them; biases and norms may exist twice.
 
-        A float matrix is held as stored, then side by side with those it is fused with, then cast, and on a
-        CPU turned, one after the other. The matrices of a quantized layer are read together.
+        A float matrix exists as stored, then fused with others, then cast, and on a CPU transposed, one after
+        the other. The matrices of a quantized layer are read together.
         """
         others = self._vector_bytes(self.itemsize(on_cpu=on_cpu)) + ADAPTER_COPIES * self.adapter_bytes
         return reduce(Loading.then, self._loaded(on_cpu=on_cpu), Loading(others=others))
 
     def _loaded(self, *, on_cpu: bool) -> Iterator[Loading]:
-        """Of matrices that are evaluated together, in order: the head before the layers."""
+        """Yield the bytes of matrices evaluated together, in order: the head before the layers."""
 
         def together(entry: tuple[str, tuple[int, ...], int | None, Parameter]) -> tuple[int | None, str]:
             path, _, layer, row = entry
@@ -227,47 +219,49 @@ class Checkpoint:
         for _, entries in groupby(
             sorted(self._matrices(), key=lambda entry: entry[2] is not None), key=together
         ):
-            kept = passing = 0
+            resident_bytes = passing = 0
             for path, size, _, row in entries:
-                # Experts are put into one stack, which is as much as being fused with another matrix.
+                # Experts are stacked, which takes as much as fusing with another matrix.
                 fused = len(self.config.architecture.of_role(row.role)) > 1 or len(size) > 2
                 stored, packed = (
                     self._matrix_bytes(path, size, number) for number in (self.float_bytes, itemsize)
                 )
                 resident = self._resident_bytes(path, size, itemsize)
-                kept += resident
+                resident_bytes += resident
                 if self.config.quantization_of(path) is None:
-                    cast, turned = itemsize != self.float_bytes, on_cpu
-                    # the last of these forms stays
-                    passing += stored * (1 + fused) + resident * (cast + turned) - resident
+                    cast = itemsize != self.float_bytes
+                    transposed = on_cpu
+                    # the last form stays
+                    passing += stored * (1 + fused) + resident * (cast + transposed) - resident
                 else:
                     floats = stored - self._matrix_bytes(path, size, 0)
                     passing += floats * (itemsize != self.float_bytes) + packed * fused
-                    if resident != packed:  # as integers, as floats, and turned
+                    if resident != packed:  # as integers, as floats, and transposed
                         passing += packed + 2 * resident + UNPACKING_BYTES
-            yield Loading(kept, kept + passing)
+            yield Loading(resident_bytes, resident_bytes + passing)
 
     def _parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
-        """Of those in the model, the ones that are here."""
-        ends = self.part is None or self.part.has_ends
+        """Return the parameters of the shard."""
+        ends = self.shard is None or self.shard.has_ends
         return (entry for entry in self.config.parameters() if ends or entry[1] is not None)
 
     def _matrices(self) -> Iterator[tuple[str, tuple[int, ...], int | None, Parameter]]:
-        """Path, size, layer and row of each matrix; a tied head is none."""
+        """Yield path, size, layer and row of each matrix, without a tied head."""
         for path, layer, row in self._parameters():
             size = self.config.shape(row)
             if len(size) < 2 or (row.role == "head" and self.tied):
                 continue
-            if row.role == "head" and self.part is not None and self.part.head_rows is not None:
-                size = (self.part.head_rows, *size[1:])
+            if row.role == "head" and self.shard is not None and self.shard.head_rows is not None:
+                size = (self.shard.head_rows, *size[1:])
             yield path, size, layer, row
 
     def _vectors(self) -> Iterator[tuple[Parameter, int]]:
-        """Row and size of each norm and bias."""
+        """Yield row and size of each norm and bias."""
+        shard = self.shard
         for _, _, row in self._parameters():
-            # Where ranks divide the inputs, the first one adds the bias.
-            apart = self.part is not None and self.part.divided and self.part.rank > 0 and divides_inputs(row)
-            if len(row.shape) == 1 or (row.bias in self.config.biases and not apart):
+            # If ranks divide the inputs, the first one adds the bias.
+            elsewhere = shard is not None and shard.divided and shard.rank > 0 and divides_inputs(row)
+            if len(row.shape) == 1 or (row.bias in self.config.biases and not elsewhere):
                 yield row, self.config.shape(row)[0]
 
     def _matrix_bytes(self, path: str, size: tuple[int, ...], itemsize: int) -> int:
@@ -275,7 +269,7 @@ class Checkpoint:
         elements = math.prod(size)
         if quantization is None:
             return elements * itemsize
-        # Quantized values, and for each group a scale and a bias, or a scale of one byte.
+        # Quantized values, and per group a scale and a bias, or a scale of one byte.
         group_bytes = 2 * itemsize if quantization.has_biases else 1
         return elements * quantization.bits // 8 + elements // quantization.group_size * group_bytes
 
@@ -288,7 +282,7 @@ class Checkpoint:
         heads = {"query_norm": config.num_attention_heads, "key_norm": config.num_key_value_heads}
         total = 0
         for row, size in self._vectors():
-            if row.role == "qkv":  # a bias, held whole and without the part that a cache leaves out
+            if row.role == "qkv":  # a bias exists whole and without the pairs that a cache leaves out
                 total += 2 * size
             else:
                 total += size * (heads[row.role] if row.shape == ("head",) else 1)
