@@ -149,7 +149,7 @@ def test_drafts_and_their_interruption(
     draw = random.Random(bits)
     sampler: Sampler = make_sampler(temp=0.8, seed=3)
     cache = lead.make_cache(600, kv_bits=bits, kv_group_size=32)
-    own = lead.part
+    own = lead.local
     assert isinstance(own, Recorded)
     alone = own.make_cache(600, kv_bits=bits, kv_group_size=32)
     left = 0
@@ -214,7 +214,7 @@ def test_a_pool_of_requests_that_share_and_fork(
     assert any(copies for message in other.messages if "copies" in message for copies in message["copies"])
     follower_pools = other.follower._pools.values()
     assert not any(group.take_copies() for each in follower_pools for group in each.groups)  # none pile up
-    own = lead.part
+    own = lead.local
     assert isinstance(own, Recorded)
     assert len(own.logits) > 30
     check(own.logits, other)
@@ -233,7 +233,7 @@ def test_exact_rows_of_a_pool(led: tuple[Lead, Loopback]) -> None:
     pool = lead.make_pool(
         4 * 640, sequences=4, prefill_step_size=200, options=CacheOptions(kv_bits=4, kv_group_size=32)
     )
-    own = lead.part
+    own = lead.local
     assert isinstance(own, Recorded)
     draw = random.Random(1)
     sequences = [pool.sequence(600) for _ in range(2)]
@@ -270,7 +270,7 @@ def test_what_is_refused(led: tuple[Lead, Loopback], tmp_path: Path) -> None:
     told = len(other.messages)
     with pytest.raises(ContextError):
         lead.next_logits(mx.array([TEXT[:41]]), cache)
-    foreign = lead.part.make_cache(40)
+    foreign = lead.local.make_cache(40)
     with pytest.raises(RanksError, match="not of this model"):
         lead.next_logits(mx.array([TEXT[:4]]), foreign)
     assert len(other.messages) == told  # nobody waits for a step that does not come

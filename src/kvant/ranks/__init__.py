@@ -1,1 +1,1 @@
-"""A model on several machines: one process each, a rank, over MLX's distributed back ends."""
+"""A model on several machines: one process (rank) each, over MLX's distributed backends."""

@@ -1,4 +1,4 @@
-"""Where the model of a run is: in this process alone, or divided over ranks."""
+"""The arrangement of a run's model: in one process, or divided over ranks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 
 class Arrangement(Protocol):
-    """What a session asks, alone or on rank 0, instead of how many ranks there are."""
+    """A session's interface to the model, for one process or rank 0 of several."""
 
     def plan(self, settings: "Settings", model: "LanguageModel | None" = None) -> "MemoryPlan":
-        """Plan this process's memory. A ContextError if the run does not fit into a machine."""
+        """Plan this process's memory; raise a ContextError if the run does not fit a machine."""
 
     def plan_with(
         self, settings: "Settings", tokens: int, model: "LanguageModel"
     ) -> "tuple[MemoryPlan, Machine]":
-        """Plan other settings, whether they fit or not: the fullest machine's memory, and that machine."""
+        """Plan other settings, even if they do not fit; return the fullest machine's plan and the machine."""
 
     def load(self, folder: Path, progress: "Progress | None", adapter: Path | None) -> "LanguageModel":
         """Load the model that this process calls."""
 
     def describe(self, model: "LanguageModel") -> list[str]:
-        """Say in lines what the model exchanges with other machines."""
+        """Return lines that describe what the model exchanges with other machines."""

@@ -1,16 +1,15 @@
-"""A rank's layers of a model that mlx-lm's class computes. B batch, S new tokens, N ranks.
+"""A rank's layers of a bridged model. B batch, S new tokens, N ranks.
 
-mlx-lm's module stays whole, and its own loop over its layers runs on every rank with the same ids. A layer of
-another rank gives back the hidden states that it is given. A rank's first layer receives them from the rank
-before, its last one sends them to the next, and rank N - 1 back to rank 0, where the loop goes on to the
-logits:
+mlx-lm's module stays whole, and its own loop over layers runs on every rank with the same ids. Layers of
+other ranks return their input. A rank's first layer receives the hidden states from the previous rank, its
+last one sends them to the next, and rank N - 1 back to rank 0, where the loop continues to the logits:
 
     rank 0: embedding, own layers, send -> 1     receive <- N - 1, norm, head
     rank 1:       receive <- 0, own layers, send -> 2
     ...
 
-Nothing depends on what an absent layer, or a follower's embedding and head, would compute. MLX never
-evaluates them, so their weights are not read.
+Nothing depends on absent layers, or on a follower's embedding and head. MLX never evaluates them, so their
+weights are not read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from kvant.bridge.pool import BridgedBatch
 from kvant.cache.pool_batch import PoolBatch
 from kvant.errors import CheckpointError, ModelError
 from kvant.ranks.group import Ranks
-from kvant.ranks.layer_list import LayerList, Own, list_layers, redirect
+from kvant.ranks.layer_list import LayerCall, LayerList, list_layers, redirect
 from kvant.sizes import format_bytes, physical_memory
 from kvant.threads import check_process
 
@@ -38,20 +37,20 @@ from kvant.threads import check_process
 def load_bridged_stage(
     folder: Path, ranks: Ranks, layers: range, progress: Progress | None = None, adapter: Path | None = None
 ) -> "BridgedStageModel":
-    """Load a rank's layers of a bridged model; rank 0 has the embedding, the final norm and the head too.
+    """Load a rank's layers of a bridged model; rank 0 also has the embedding, the final norm and the head.
 
-    ``layers``: their numbers, which follow those of the rank before. ``progress`` counts them. An ``adapter``
-    is refused.
+    ``layers``: their numbers, which follow the previous rank's. ``progress`` counts them. An ``adapter`` is
+    refused.
     """
     check_process()
     refuse_adapter(adapter)
     module, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu, whole=False)
     try:
-        found = list_layers(module, config.model_type)
+        layer_list = list_layers(module, config.model_type)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
-    _check_range(folder, ranks, layers, len(found.paths))
-    model = BridgedStageModel(module, config, main_dtype(module), ranks, layers, found)
+    _check_range(folder, ranks, layers, len(layer_list.paths))
+    model = BridgedStageModel(module, config, main_dtype(module), ranks, layers, layer_list)
     if model.nbytes > physical_memory():
         raise CheckpointError(
             f"{folder}: layers {layers.start} to {layers.stop - 1} have {format_bytes(model.nbytes)}; "
@@ -62,14 +61,14 @@ def load_bridged_stage(
 
 
 class BridgedStageModel(BridgedModel):
-    """The part of a bridged model that one rank computes.
+    """One rank's shard of a bridged model.
 
-    Every rank calls its methods with the same ids, and with caches that hold the same tokens, and evaluates
-    what it is returned before the next call. Rank 0 is returned logits; the others what they sent, which
-    nobody reads.
+    Every rank calls its methods with the same ids and with caches of the same tokens, and evaluates the
+    result before the next call. The result is logits on rank 0, and elsewhere what was sent, which is not
+    read.
     """
 
-    divided = True  # other ranks hold a part of its caches
+    divided = True  # other ranks have some of its caches
 
     def __init__(
         self,
@@ -78,28 +77,31 @@ class BridgedStageModel(BridgedModel):
         dtype: mx.Dtype,
         ranks: Ranks,
         layers: range,
-        found: LayerList,
+        layer_list: LayerList,
     ) -> None:
-        """``module``: its weights may be lazy. ``layers``: this rank's numbers. ``found``: all of its
-        layers.
-        """
+        """``module``: with possibly lazy weights. ``layers``: this rank's, of all in ``layer_list``."""
         super().__init__(module, config, dtype)
-        self.ranks, self.layers, self._found = ranks, layers, found
+        self.ranks = ranks
+        self.layers = layers
+        self._layer_list = layer_list
         leads = ranks.rank == 0
-        own = {name for n in layers for name in _below(module, found.paths[n])}
+        names = {name for n in layers for name in _below(module, layer_list.paths[n])}
         others = {
-            name for n, path in enumerate(found.paths) if n not in layers for name in _below(module, path)
+            name
+            for n, path in enumerate(layer_list.paths)
+            if n not in layers
+            for name in _below(module, path)
         }
         # no other weight is read
-        self.weight_names = frozenset(parameters(module).keys() - others if leads else own)
-        caches = {cache for n in layers for cache in found.caches[n]}
-        elsewhere = {cache for n, each in enumerate(found.caches) if n not in layers for cache in each}
+        self.weight_names = frozenset(parameters(module).keys() - others if leads else names)
+        caches = {cache for n in layers for cache in layer_list.caches[n]}
+        elsewhere = {cache for n, each in enumerate(layer_list.caches) if n not in layers for cache in each}
         self.absent_caches = frozenset(elsewhere if leads else set(range(len(self.entries))) - caches)
         self._cache: BridgedBatch | None = None
         self._computes = self._returns = False
         self._sent: list[mx.array] = []
         modules = dict(module.named_modules())
-        for number, path in enumerate(found.paths):
+        for number, path in enumerate(layer_list.paths):
             redirect(modules[path], partial(self._call_layer, number))
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
@@ -124,7 +126,7 @@ class BridgedStageModel(BridgedModel):
         return [array for name, array in parameters(self.module).items() if name in self.weight_names]
 
     def _logits(self, inputs: mx.array, cache: BridgedBatch | None) -> mx.array:
-        """Compute the logits on rank 0; elsewhere the hidden states that are sent, (B, S, hidden)."""
+        """Compute the logits on rank 0, and elsewhere the sent hidden states (B, S, hidden)."""
         with self._step(cache, returns=True):
             result: mx.array = (
                 self.module(inputs) if cache is None else self.module(inputs, cache=cache.entries)
@@ -137,64 +139,70 @@ class BridgedStageModel(BridgedModel):
 
     @contextmanager
     def _step(self, cache: BridgedBatch | None, *, returns: bool) -> Iterator[None]:
-        """Mark the calls of layers in it as a step's; if it ``returns``, hidden states come back to rank
-        0.
-        """
-        self._computes, self._returns, self._cache, self._sent = True, returns, cache, []
+        """Mark calls of layers as a step's; ``returns``: hidden states come back to rank 0."""
+        self._computes = True
+        self._returns = returns
+        self._cache = cache
+        self._sent = []
         try:
             yield
         finally:
-            self._computes, self._cache, self._sent = False, None, []
+            self._computes = False
+            self._cache = None
+            self._sent = []
 
-    def _call_layer(self, number: int, own: Own, hidden: mx.array, others: Sequence[Any]) -> mx.array:
-        """A layer's call by the module. Outside of a step it is a probe's, which nobody evaluates."""
+    def _call_layer(
+        self, number: int, layer_call: LayerCall, hidden: mx.array, others: Sequence[Any]
+    ) -> mx.array:
+        """Handle the module's call of a layer. Calls outside of a step are a probe's and never evaluated."""
         if not self._computes:
-            traced: mx.array = own(hidden)
+            traced: mx.array = layer_call(hidden)
             return traced
-        rank, size = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
+        size = self.ranks.size
         if number in self.layers:
             if rank and number == self.layers.start:
                 hidden = self.ranks.receive(hidden.shape, hidden.dtype, rank - 1)
-            hidden = own(hidden)
+            hidden = layer_call(hidden)
             if number == self.layers.stop - 1 and size > 1:
                 hidden = self._send(hidden)
         elif self._cache is not None:
-            for cache in self._found.caches[number]:  # they count as they do there
+            for cache in self._layer_list.caches[number]:  # keep their lengths in step with the other rank's
                 entry = self._cache.entries[cache]
-                for part in getattr(entry, "caches", [entry]):
-                    if isinstance(part, BridgedLayer):
-                        part.skip(hidden.shape[1])
-        if number == len(self._found.paths) - 1 and rank == 0 and size > 1 and self._returns:
+                for layer_cache in getattr(entry, "caches", [entry]):
+                    if isinstance(layer_cache, BridgedLayer):
+                        layer_cache.skip(hidden.shape[1])
+        if number == len(self._layer_list.paths) - 1 and rank == 0 and size > 1 and self._returns:
             hidden = self.ranks.receive(hidden.shape, hidden.dtype, size - 1)
-            mx.eval(hidden)  # a step that is given up from here on leaves no message behind for the next one
+            mx.eval(hidden)  # so that an abandoned step leaves no message for the next one
         return hidden
 
     def _send(self, hidden: mx.array) -> mx.array:
-        rank, size = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
+        size = self.ranks.size
         if rank == size - 1 and not self._returns:
             return hidden
         sent = self.ranks.send(hidden, (rank + 1) % size)
         self._sent.append(sent)
-        if rank == 0:  # MLX may begin with the receiving, which no array leads to, and wait for ever
+        if rank == 0:  # nothing orders the receive after the send; MLX could start with it and deadlock
             mx.eval(sent)
         return sent
 
 
 def _check_range(folder: Path, ranks: Ranks, layers: range, total: int) -> None:
-    """Refuse layers that are not there, none at all, or a first or last rank without the first or last
-    layer.
-    """
-    first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
+    """Raise a ModelError for missing or no layers, or a first or last rank without the outermost layer."""
+    first = ranks.rank == 0
+    last = ranks.rank == ranks.size - 1
     starts = layers.start == 0 if first else layers.start > 0
     ends = layers.stop == total if last else layers.stop < total
     if layers.step != 1 or not layers or not starts or not ends:
         raise ModelError(
-            f"{folder}: rank {ranks.rank} of {ranks.size} is to have the layers from {layers.start} up to "
+            f"{folder}: rank {ranks.rank} of {ranks.size} has the layers from {layers.start} up to "
             f"{layers.stop}, of {total} in all; expected one or more, rank 0's from 0 and the last rank's up "
             f"to {total}"
         )
 
 
 def _below(module: Module, path: str) -> list[str]:
-    """The names of the weights in a part of a module."""
+    """Return the names of the weights below a path of a module."""
     return [name for name in parameters(module) if name.startswith(f"{path}.")]

@@ -1,4 +1,4 @@
-"""A model divided over ranks: how, by their memory, and what loads each one's part."""
+"""The division of a model over ranks by their memory, and the loading of each rank's shard."""
 
 import platform
 import sys
@@ -30,11 +30,11 @@ class Divided:
     """A model divided over ranks; an :class:`kvant.ranks.arrangement.Arrangement`."""
 
     guard: Guard
-    # A step is computed in it on rank 0; it keeps Ctrl-C until the others have theirs.
+    # Context of a step on rank 0, which delays Ctrl-C until the other ranks have their step.
     uninterrupted: Callable[[], AbstractContextManager[object]]
     parallel: str  # "pipeline" or "tensor"
     layers: Sequence[range]  # of each rank, in a pipeline
-    total: int  # bytes of this rank's plan, as the next two
+    total: int  # bytes of this rank's plan, like the next two
     arrays: int
     scratch: int
     ranks: "RankPlan | None" = None  # every rank's memory; known to rank 0
@@ -50,25 +50,26 @@ class Divided:
         return self.ranks.again(settings, tokens)
 
     def load(self, folder: Path, progress: Progress | None, adapter: Path | None) -> LanguageModel:
-        """Load this rank's part of the model; on rank 0 a model that all ranks compute."""
+        """Load this rank's shard of the model; on rank 0 return a model that all ranks compute."""
         group = join_group(self.guard)
-        part: LanguageModel
+        model: LanguageModel
         if self.parallel == "tensor":
-            part = load_tensor(folder, group, progress, adapter)
+            model = load_tensor(folder, group, progress, adapter)
         elif not is_bridged_folder(folder):
-            part = load_stage(folder, group, self.layers[group.rank], progress, adapter)
+            model = load_stage(folder, group, self.layers[group.rank], progress, adapter)
         else:
-            from kvant.ranks.bridged_stage import load_bridged_stage  # not for others: it imports mlx-lm
+            from kvant.ranks.bridged_stage import load_bridged_stage  # here, because it imports mlx-lm
 
-            part = load_bridged_stage(folder, group, self.layers[group.rank], progress, adapter)
+            model = load_bridged_stage(folder, group, self.layers[group.rank], progress, adapter)
         self.guard.begin()
-        return part if self.guard.rank else Lead(part, group, self.guard, self.uninterrupted)
+        return model if self.guard.rank else Lead(model, group, self.guard, self.uninterrupted)
 
     def describe(self, model: LanguageModel) -> list[str]:
-        """Say how many ranks there are, and what rank 0 exchanged with them in the last step."""
+        """Return a line with the number of ranks, and rank 0's traffic in the last step."""
         assert isinstance(model, Lead)
-        found, size = model.step_traffic, model.ranks.size
-        exchanged = f"{found.sums} sums, {found.messages} messages, {format_bytes(found.bytes)}"
+        traffic = model.step_traffic
+        size = model.ranks.size
+        exchanged = f"{traffic.sums} sums, {traffic.messages} messages, {format_bytes(traffic.bytes)}"
         return [f"ranks: {size}, {self.parallel}; {exchanged} in the last step"]
 
 
@@ -82,7 +83,7 @@ def divide(
 ) -> Divided:
     """Compare the ranks' models and ``flags``, and divide the model by their memory. Every rank calls it.
 
-    ``plan``: called on rank 0 with the machines of all. ``uninterrupted``: as of :class:`Divided`.
+    ``plan``: called on rank 0 with all machines. ``uninterrupted``: as in :class:`Divided`.
     """
     adapter = flags["adapter_path"]
     identity = identify(folder, None if adapter is None else find_adapter(adapter))
@@ -92,28 +93,29 @@ def divide(
     machines = gather_machines(guard, machine)
     if guard.rank:
         layout = guard.receive()
-        layers = [range(*own) for own in layout["layers"]]
+        layers = [range(*each) for each in layout["layers"]]
         return Divided(guard, uninterrupted, layout["parallel"], layers, *layout["bytes"][guard.rank])
     made = plan(machines)
     layers = list(made.layers or ())
     planned = [(each.total, each.arrays, each.scratch) for each in made.plans]
     guard.tell(
-        {"parallel": made.parallel, "layers": [(own.start, own.stop) for own in layers], "bytes": planned}
+        {"parallel": made.parallel, "layers": [(each.start, each.stop) for each in layers], "bytes": planned}
     )
     return Divided(guard, uninterrupted, made.parallel, layers, *planned[0], made)
 
 
 def gather_machines(guard: Guard, machine: Machine) -> list[Machine]:
-    """Gather the ranks' machines on rank 0. Ranks of one computer have a part of its memory each."""
+    """Gather the ranks' machines on rank 0. Ranks on one computer get equal fractions of its memory."""
     shares_memory = machine.device == "cpu" or sys.platform == "darwin"  # other GPUs have their own
     computer = platform.node() if shares_memory else f"{platform.node()} {guard.rank}"
-    found = guard.gather([computer, asdict(machine)])
-    counts = Counter(computer for computer, _ in found)
+    gathered = guard.gather([computer, asdict(machine)])
+    counts = Counter(computer for computer, _ in gathered)
     machines = []
-    for computer, each in found:
-        own, count = Machine(**each), counts[computer]
+    for computer, each in gathered:
+        limited = Machine(**each)
+        count = counts[computer]
         if count > 1:
-            source = f"{own.limit_source}, divided by {count} ranks"
-            own = replace(own, limit_bytes=own.limit_bytes // count, limit_source=source)
-        machines.append(own)
+            source = f"{limited.limit_source}, divided by {count} ranks"
+            limited = replace(limited, limit_bytes=limited.limit_bytes // count, limit_source=source)
+        machines.append(limited)
     return machines

@@ -1,4 +1,4 @@
-"""This process's place among the ranks, as a launcher wrote it into the environment."""
+"""This process's place among the ranks, from the launcher's environment variables."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,16 @@ from typing import Any
 
 from kvant.errors import RanksError, one_line
 
-GUARD, RANK = "KVANT_GUARD", "MLX_RANK"
-LAUNCHER = "KVANT_LAUNCHER"  # its process on this machine
+GUARD = "KVANT_GUARD"
+RANK = "MLX_RANK"
+LAUNCHER = "KVANT_LAUNCHER"  # the launcher's process id on this machine
 MPI = [("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE")]
 BACKENDS = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "MLX_WORLD_SIZE": "nccl"}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank, and the address at which the others find rank 0's guard."""
+    """A rank, and the address of rank 0's guard."""
 
     rank: int
     size: int  # 2 or more
@@ -26,9 +27,9 @@ class Place:
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """Read this process's place. None without a launcher, and in a group of one.
+    """Return this process's place, or None without a launcher or in a group of one.
 
-    The guard listens at ``KVANT_GUARD``, otherwise one port below the one that MLX uses on rank 0.
+    The guard listens at ``KVANT_GUARD``, or else one port below MLX's on rank 0.
     The variables are those of ``mlx.launch`` (mlx/_distributed_utils/launch.py) and of MPI's launchers.
     """
     backend = next((backend for name, backend in BACKENDS.items() if name in environ), "mpi")
@@ -42,11 +43,11 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
         rank = int(environ[RANK if backend != "mpi" else rank_name])
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}")
-        if not (given := environ.get(GUARD)) and backend == "mpi":
+        if not (guard_address := environ.get(GUARD)) and backend == "mpi":
             raise ValueError(
                 f"MPI needs {GUARD}=HOST:PORT, an address of rank 0's machine (mpirun -x {GUARD}=...)"
             )
-        host, port = _address(given) if given else _address(address, before=1)
+        host, port = _address(guard_address) if guard_address else _address(address, before=1)
     except KeyError as error:
         raise RanksError(f"MLX's back end {backend!r} needs {error.args[0]} in the environment") from error
     except (OSError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
@@ -57,7 +58,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _group(environ: Mapping[str, str], backend: str) -> tuple[int, str]:
-    """The ranks in all, and the address that MLX uses on rank 0."""
+    """Return the number of ranks, and MLX's address on rank 0."""
     if backend == "ring":
         hosts = _read_list(environ["MLX_HOSTFILE"])
         return len(hosts), hosts[0][0] if len(hosts) > 1 else ""
@@ -67,15 +68,15 @@ def _group(environ: Mapping[str, str], backend: str) -> tuple[int, str]:
 
 
 def _read_list(file: str) -> list[Any]:
-    """A JSON list of a file; the launcher leaves the file empty for one rank."""
-    found = json.loads(Path(file).read_text(encoding="utf-8").strip() or "[]")
-    if not isinstance(found, list):
+    """Read a file's JSON list; the launcher leaves the file empty for one rank."""
+    items = json.loads(Path(file).read_text(encoding="utf-8").strip() or "[]")
+    if not isinstance(items, list):
         raise ValueError(f"{file}: expected a JSON list, one item for each rank")
-    return found
+    return items
 
 
 def _address(text: str, before: int = 0) -> tuple[str, int]:
-    """Host and port of "HOST:PORT" or "[IPv6]:PORT"; the port is ``before`` below."""
+    """Return the host of "HOST:PORT" or "[IPv6]:PORT", and the port minus ``before``."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not (port.isascii() and port.isdigit()) or not 1 < int(port) < 65536:

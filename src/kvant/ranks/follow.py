@@ -1,4 +1,4 @@
-"""The other ranks compute what rank 0 tells them, until it ends."""
+"""The loop of the other ranks, which compute rank 0's steps until it ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ from kvant.models import LanguageModel
 from kvant.operators.exact_rows import ExactSpan
 from kvant.ranks.guard import Guard
 
-Plan = Mapping[str, Any]  # a step as rank 0 tells it: plain data
+Plan = Mapping[str, Any]  # rank 0's description of a step: plain data
 CALLS = ("__call__", "feed", "next_logits", "every_logits", "every_hidden_state")
 
 
 class PlannedBatch(PoolBatch):
-    """What a model sees of a pool in a step whose sequences another process keeps. It serves one step."""
+    """A model's view of a pool in one step whose sequences are in another process."""
 
     def __init__(
         self,
@@ -33,8 +33,11 @@ class PlannedBatch(PoolBatch):
         rows: int,
         tails: Sequence[ExactSpan],
     ) -> None:
-        """``tables``: of each layer group, each sequence's pages. Further ``rows`` are padding. ``tails``:
-        each sequence's exact rows, or none.
+        """
+        Args:
+            tables: for each layer group, each sequence's pages.
+            lengths: of the sequences. Further ``rows`` are padding.
+            tails: each sequence's exact rows; may be empty.
         """
         self.pool = pool
         self.lock = pool.lock
@@ -68,16 +71,16 @@ class PlannedBatch(PoolBatch):
 
 
 class Follower:
-    """A rank's part of the model, with the caches and pools that rank 0 has."""
+    """A rank's shard of the model, with counterparts of rank 0's caches and pools."""
 
-    def __init__(self, part: LanguageModel) -> None:
-        self._part = part
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
         self._caches: dict[int, ModelCache] = {}
         self._pools: dict[int, Pool] = {}
         self._deferred: dict[tuple[int, int], DeferredTail] = {}  # by pool and page
 
     def obey(self, message: Plan) -> Any | None:
-        """Do what rank 0 tells. Returns what it waits for; None: it does not."""
+        """Execute rank 0's message; return the reply that rank 0 waits for, or None."""
         for dropped in message["dropped"]:
             if dropped in self._pools:
                 del self._pools[dropped]
@@ -86,11 +89,12 @@ class Follower:
                 del self._caches[dropped]
         number = message["number"]
         if "make" in message:
-            sizes, options = message["sizes"], CacheOptions.from_json(message["options"])
+            sizes = message["sizes"]
+            options = CacheOptions.from_json(message["options"])
             if message["make"] == "pool":
-                self._pools[number] = self._part.make_pool(**sizes, options=options)
+                self._pools[number] = self._model.make_pool(**sizes, options=options)
             else:
-                self._caches[number] = self._part.reserve_cache(**sizes, options=options)
+                self._caches[number] = self._model.reserve_cache(**sizes, options=options)
             return []
         call = message["call"]
         if call not in CALLS:
@@ -102,20 +106,20 @@ class Follower:
             cache = self._caches[number]
             _align(cache, message["lengths"])
             batch = cache.batch
-        mx.eval(getattr(self._part, call)(mx.array(message["ids"]), cache=batch), batch.deferred.arrays)
+        mx.eval(getattr(self._model, call)(mx.array(message["ids"]), cache=batch), batch.deferred.arrays)
         for (page, _, _), tail in zip(message.get("tails", ()), batch.deferred.tails, strict=False):
             self._deferred[number, page] = tail
         if call == "feed":
-            mx.clear_cache()  # a chunk's activations, as on rank 0
+            mx.clear_cache()  # free a chunk's activations, as on rank 0
         return None
 
     def _planned_batch(self, number: int, plan: Plan) -> PlannedBatch:
-        """Make the batch that rank 0 has planned in this rank's pool."""
+        """Make the batch that rank 0 has planned, in this rank's pool."""
         pool = self._pools[number]
         for group, copies in zip(pool.groups, plan["copies"], strict=True):
             for page, to, rows in copies:
                 group.copy(page, to, rows)
-            group.take_copies()  # no other rank waits for this one's
+            group.take_copies()  # discard: no other rank needs them
         for kind, page, *numbers in plan["tail_events"]:
             assert pool.tails is not None
             if kind == "clear":
@@ -124,21 +128,21 @@ class Follower:
                 pool.tails.copy(page, *numbers)
             else:
                 length, count = numbers
-                tail = self._deferred[number, page]  # rank 0 may say it again after an interruption
+                tail = self._deferred[number, page]  # rank 0 may repeat it after an interruption
                 assert tail.length == length
                 span = ExactSpan(page)
                 tail.commit(span, count)
                 pool.tails.write(span, tail)
         if pool.tails is not None:
             pool.tails.take_events()
-        tables = [[PageTable(first, pages, len(pages)) for first, pages in own] for own in plan["tables"]]
-        tails = [ExactSpan(*own) for own in plan["tails"]]
+        tables = [[PageTable(first, pages, len(pages)) for first, pages in each] for each in plan["tables"]]
+        tails = [ExactSpan(*each) for each in plan["tails"]]
         return PlannedBatch(pool, tables, plan["lengths"], plan["rows"], tails)
 
 
-def follow(part: LanguageModel, guard: Guard) -> NoReturn:
-    """Compute this rank's part of every step, until rank 0 ends the run: :class:`kvant.ranks.guard.Ended`."""
-    follower = Follower(part)
+def follow(model: LanguageModel, guard: Guard) -> NoReturn:
+    """Compute this rank's share of every step until rank 0's end raises :class:`kvant.ranks.guard.Ended`."""
+    follower = Follower(model)
     while True:
         reply = follower.obey(guard.receive())
         if reply is not None:
@@ -146,9 +150,9 @@ def follow(part: LanguageModel, guard: Guard) -> NoReturn:
 
 
 def _align(cache: ModelCache, lengths: Sequence[int]) -> None:
-    """Commit or forget tokens, so that this cache has those of rank 0's at the beginning of a step.
+    """Commit or forget tokens so that this cache matches rank 0's before a step.
 
-    What rank 0 has committed of the last step, or forgotten since, is seen in its length.
+    Rank 0's length shows how much of the last step it committed, or has forgotten since.
     """
     (length,) = lengths
     step = cache.batch.step

@@ -1,4 +1,4 @@
-"""The ranks of a run, and what they send each other over MLX's back end."""
+"""The ranks of a run, and their communication over MLX's backend."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ import mlx.core as mx
 from kvant.errors import RanksError, one_line
 from kvant.ranks.guard import Guard
 
-CONNECT_S = 20.0  # MLX's own joining, once every rank is there
+CONNECT_S = 20.0  # for MLX's own joining, once every rank has come
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What a rank has sent or summed in a step."""
+    """A rank's traffic in a step."""
 
     sums: int = 0  # collectives that add or gather
     messages: int = 0  # arrays sent to, or received from, one other rank
@@ -22,14 +22,14 @@ class Traffic:
 
 @dataclass(slots=True)
 class Ranks:
-    """This process among the others. Rank 0 reads input and prints.
+    """This process's connection to the other ranks. Rank 0 reads input and prints.
 
-    MLX matches collectives by their order alone: every rank calls the same ones, and evaluates each step
-    before the next one begins.
+    MLX matches collectives only by order: every rank must call the same ones, and evaluate each step before
+    the next one begins.
     """
 
     group: mx.distributed.Group
-    # counted when a step is built, since it was set to nothing
+    # counted while a step is built; the caller resets it
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
@@ -41,27 +41,25 @@ class Ranks:
         return self.group.size()
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """Sum the ranks' arrays, in all of them."""
+        """Return the sum of the ranks' arrays, on all ranks."""
         self.traffic.sums += 1
         self.traffic.bytes += x.nbytes
         return mx.distributed.all_sum(x, group=self.group)
 
     def all_max(self, x: mx.array) -> mx.array:
-        """Take the largest of the ranks' numbers at each place, in all of them."""
+        """Return the elementwise maximum of the ranks' arrays, on all ranks."""
         self.traffic.sums += 1
         self.traffic.bytes += x.nbytes
         return mx.distributed.all_max(x, group=self.group)
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """Join the ranks' arrays, of one shape, along the first axis, in all of them."""
+        """Return the ranks' arrays, of one shape, joined along the first axis, on all ranks."""
         self.traffic.sums += 1
         self.traffic.bytes += x.nbytes * self.size
         return mx.distributed.all_gather(x, group=self.group)
 
     def send(self, x: mx.array, to: int) -> mx.array:
-        """Send an array to a neighbour in the ring. It is sent when the result, the same array, is
-        evaluated.
-        """
+        """Return the array itself, which is sent to a neighbour in the ring when it is evaluated."""
         self.traffic.messages += 1
         self.traffic.bytes += x.nbytes
         return mx.distributed.send(x, to, group=self.group)
@@ -85,8 +83,8 @@ def connect(backend: str) -> Ranks:
 
 
 def join_group(guard: Guard) -> Ranks:
-    """Join MLX's group of all ranks that the guard knows, which call it together, once."""
-    guard.agree({})  # all have come so far, and MLX does not wait long
+    """Join MLX's group of all the guard's ranks, which must call this together, once."""
+    guard.agree({})  # MLX does not wait long, so first wait for all ranks
     with guard.within(CONNECT_S, f"joining MLX's {guard.backend}"):
         ranks = connect(guard.backend)
         guard.agree({})

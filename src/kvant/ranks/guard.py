@@ -1,9 +1,9 @@
-"""The guard of a run on several ranks: a TCP connection from each to rank 0, beside MLX's own.
+"""The guard of a run on several ranks: a TCP connection from each to rank 0, in addition to MLX's own.
 
-It carries rank 0's messages to the others, and beats that show that a process lives. MLX's collectives block
-in C++, and some never notice that another rank is gone. So a thread of the guard ends this process.
+It carries rank 0's messages and heartbeats. MLX's collectives block in C++, and some never notice that
+another rank is gone; then a thread of the guard ends this process.
 
-A message is a line of JSON; an empty line is a beat. Nothing that arrives is executed.
+A message is a line of JSON; an empty line is a heartbeat. Nothing received is executed.
 """
 
 import json
@@ -25,16 +25,16 @@ from kvant.ranks.environment import Place
 from kvant.ranks.joining import gather_ranks, reach_first
 
 BEAT_S = 0.25
-SILENCE_S = 3.5  # without a byte from a rank that has begun: it is lost
-# for all ranks to come; and of silence before a rank has begun: it imports, joins MLX's group and loads
+SILENCE_S = 3.5  # a rank that has begun is lost after this time without a byte
+# for all ranks to come; also the allowed silence while a rank imports, joins MLX's group and loads
 JOIN_S = 30.0
-ENDED_S = 3.0  # after rank 0's end, for a rank's process to end by itself
+ENDED_S = 3.0  # for a rank's process to exit by itself after rank 0's end
 WORDS_S = 1.0  # for the last line and for the last message
 MAX_BYTES = 64 * 2**20  # of a message
-LINE_COLUMNS = 1000  # another rank's error, which is cut already
-LOST = "lost"  # why rank 0 ends if another rank did before
-# MLX joins its group with the interpreter's lock held: no thread of Python runs, so another process keeps the
-# time.
+LINE_COLUMNS = 1000  # limit of another rank's error, which is shortened already
+LOST = "lost"  # rank 0's reason if it ends because another rank did
+# MLX joins its group while it holds the interpreter's lock, so no Python thread runs; another process has to
+# keep the time.
 TIMER = """
 import os, sys, time
 rank, until = int(sys.argv[1]), time.monotonic() + float(sys.argv[2])
@@ -48,7 +48,7 @@ while os.getppid() == rank:
 
 
 class Ended(SystemExit):
-    """Rank 0 has ended the run with this exit code, and this rank is to end silently."""
+    """Rank 0 has ended the run with this exit code, and this rank must exit silently."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,30 +57,33 @@ class Peer:
 
     rank: int
     socket: socket.socket
-    heard: float  # last, in the guard's time
-    silence_s: float  # after which it is lost
-    sending: threading.Lock = field(default_factory=threading.Lock)  # held while a message is on its way
+    heard: float  # time of the last byte, on the guard's clock
+    silence_s: float  # allowed silence, after which it is lost
+    sending: threading.Lock = field(default_factory=threading.Lock)  # locked while a message is sent
     # kind and body of each message
     inbox: "SimpleQueue[tuple[str, Any]]" = field(default_factory=SimpleQueue)
 
 
 class Guard:
-    """One rank's guard. Rank 0 is connected to all others, each of them to rank 0.
+    """One rank's guard. Rank 0 is connected to all other ranks, and they to rank 0.
 
-    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in one order. Once rank 0 has ended the
-    run, they raise Ended on the others.
+    All ranks call ``agree``, ``gather``, and ``tell`` or ``receive`` in the same order. Once rank 0 has ended
+    the run, these raise Ended on the other ranks.
 
-    A rank that is killed, stopped or asleep, or failed ends the processes of all. One line on standard error
-    says
-    which: rank 0's, or rank 1's if rank 0 is the lost one. Ranks end with their launcher, too.
+    A rank that is killed, stopped or asleep, or has failed ends the processes of all. Rank 0, or rank 1 if
+    rank 0 is lost, prints a line that names it to standard error. Ranks also end with their launcher.
     """
 
     def __init__(self, place: Place, launcher: int | None, silence_s: float) -> None:
-        self.rank, self.size, self.backend = place.rank, place.size, place.backend
-        self._parent, self._launcher, self._silence_s = os.getppid(), launcher, silence_s
+        self.rank = place.rank
+        self.size = place.size
+        self.backend = place.backend
+        self._parent = os.getppid()
+        self._launcher = launcher
+        self._silence_s = silence_s
         self._peers: dict[int, Peer] = {}
-        self._time = 0.0  # seconds in which this process was awake
-        self._over = threading.Lock()  # whoever takes it ends this process, and never gives it back
+        self._time = 0.0  # seconds for which this process was awake
+        self._over = threading.Lock()  # acquired by the thread that ends this process, and never released
         self._ended = False  # by rank 0
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -94,16 +97,21 @@ class Guard:
         deadline_s: float = JOIN_S,
         silence_s: float = SILENCE_S,
     ) -> "Guard":
-        """Wait until all ranks are here and :meth:`agree` on ``facts``, such as versions.
+        """Wait until all ranks have come and :meth:`agree` on ``facts``, such as versions.
 
-        The run ends with ``launcher``, a process of this machine. ``deadline_s`` is for all ranks to come,
-        and of silence of a rank that has not begun; after ``silence_s`` one that has is lost.
+        Args:
+            launcher: the id of a process on this machine; the run ends with it.
+            deadline_s: how long to wait for all ranks, and the allowed silence before a rank has begun.
+            silence_s: the allowed silence after a rank has begun.
         """
         guard = cls(place, launcher, silence_s)
         try:
             for rank, connection in (gather_ranks if place.rank == 0 else reach_first)(place, deadline_s):
                 peer = Peer(rank, connection, guard._time, deadline_s)
-                guard._peers = {**guard._peers, rank: peer}  # other threads go through the old one
+                guard._peers = {
+                    **guard._peers,
+                    rank: peer,
+                }  # a new dict: other threads iterate over the old one
                 threading.Thread(target=guard._listen, args=(peer,), daemon=True).start()
             guard.agree(facts)
         except RanksError as error:
@@ -112,35 +120,33 @@ class Guard:
         return guard
 
     def begin(self) -> None:
-        """Say that this rank has loaded: what holds the interpreter's lock for long is over."""
+        """Announce that this rank has loaded, and no longer holds the interpreter's lock for long."""
         self._post("begun", None)
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Send a message from rank 0 to all others, which ``receive`` it. Any thread may call it."""
+        """Send a message from rank 0 to all others, which ``receive`` it. Any thread may call this."""
         self._post("tell", dict(message))
 
     def receive(self) -> Mapping[str, Any]:
-        """Wait for rank 0's next message, on the others."""
-        found: Mapping[str, Any] = self._next(self._peers[0], "tell")
-        return found
+        """Wait for rank 0's next message, on another rank."""
+        message: Mapping[str, Any] = self._next(self._peers[0], "tell")
+        return message
 
     def wait_for_first(self) -> None:
-        """Wait for rank 0's end on the others, which exit as it does; return on rank 0."""
+        """Return at once on rank 0; on other ranks wait for its end and exit like it."""
         if self.rank:
             self.receive()
             raise AssertionError("rank 0 has a message for a rank that waits for its end")
 
     def gather(self, value: Any) -> list[Any]:
-        """Give rank 0 every rank's value, in the order of ranks, and the others an empty list. All ranks
-        call it.
-        """
+        """Return all ranks' values, by rank, on rank 0, and an empty list elsewhere. All ranks call it."""
         if self.rank:
             self._post("value", value)
             return []
         return [value, *(self._next(self._peers[rank], "value") for rank in range(1, self.size))]
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Compare facts, values of JSON, with rank 0's. All ranks call it."""
+        """Compare facts, JSON values, with rank 0's; raise a RanksError if they differ. All ranks call it."""
         for rank, theirs in enumerate(self.gather(dict(facts))):
             if difference := first_difference(facts, theirs):
                 raise RanksError(f"rank {rank}: {difference}")
@@ -151,14 +157,12 @@ class Guard:
 
     @contextmanager
     def within(self, seconds: float, doing: str) -> Iterator[None]:
-        """End this process, with a line that names ``doing``, unless it is done in time; it may hold
-        Python's lock.
-        """
+        """End this process with a line that names ``doing`` on timeout, even while Python's lock is held."""
         line = (
             "" if self.rank else f"kvant: error: {doing} took longer than {seconds:g} s; this run is over\n"
         )
         command = [sys.executable, "-I", "-S", "-c", TIMER, str(os.getpid()), str(seconds), line]
-        # Ctrl-C is not for it
+        # a session of its own, so that Ctrl-C does not reach it
         timer = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             yield
@@ -167,23 +171,23 @@ class Guard:
             timer.wait()
 
     def end(self, code: int, why: str = "") -> None:
-        """Tell the others that this rank's run is over; its process is to end now, by itself.
+        """Tell the other ranks that this rank's run is over; the caller must then exit.
 
-        Rank 0: the others end with ``code``, silently; it says why itself. Another: rank 0 prints ``why``,
-        and all end.
+        From rank 0, the others exit silently with ``code``, and the caller explains why. From another rank,
+        rank 0 prints ``why``, and all end.
         """
         if not self._ended:
             self._over.acquire()
             self._say_last([code, why])
 
-    # What follows is the guard's own.
+    # Private methods.
 
     def _post(self, kind: str, body: Any) -> None:
         line = json.dumps([kind, body], allow_nan=False, separators=(",", ":")).encode() + b"\n"
         if len(line) > MAX_BYTES:
             raise RanksError(f"a message between ranks has {len(line)} bytes; expected at most {MAX_BYTES}")
         for peer in self._peers.values():
-            # who reads from it notices too, and may find its last words
+            # the listening thread notices a closed connection too, and may find a last message
             with peer.sending, suppress(OSError):
                 peer.socket.sendall(line)
 
@@ -196,14 +200,14 @@ class Guard:
         return body
 
     def _watch(self) -> None:
-        """Beat, look whether others do, and whether the launcher is there."""
+        """Send heartbeats, and check those of other ranks and the launcher."""
         before = time.monotonic()
         while True:
             if self._is_orphan():
                 self._leave("" if self.rank else "rank 0: its launcher is gone")
             for peer in self._peers.values():
-                if peer.sending.acquire(blocking=False):  # else data is on its way, which shows the same
-                    with suppress(OSError):  # full, or closed: who reads notices
+                if peer.sending.acquire(blocking=False):  # a message being sent is as good as a heartbeat
+                    with suppress(OSError):  # full, or closed, which the listening thread notices
                         peer.socket.send(b"\n", socket.MSG_DONTWAIT)
                     peer.sending.release()
                 if self._time - peer.heard > peer.silence_s:
@@ -211,7 +215,7 @@ class Guard:
                     self._lose(peer, f"has said nothing for {peer.silence_s:g} s: {why}")
             time.sleep(BEAT_S)
             now = time.monotonic()
-            # not while this process was stopped: it could hear nobody
+            # limited, because a process that was stopped could not receive anything
             self._time += min(now - before, 2 * BEAT_S)
             before = now
 
@@ -224,7 +228,7 @@ class Guard:
         return os.getppid() != self._parent
 
     def _listen(self, peer: Peer) -> None:
-        """Take a peer's messages, in a thread of its own."""
+        """Receive a peer's messages, in a thread of its own."""
         data = bytearray()
         try:
             while received := peer.socket.recv(1 << 16):
@@ -266,11 +270,11 @@ class Guard:
         self._leave(f"rank {peer.rank} {how}" if self.rank in (0, 1) else "")
 
     def _leave(self, line: str, code: int = 1) -> NoReturn:
-        """End this process from a thread of the guard, whatever its main thread does."""
+        """End this process from a thread of the guard, whatever the main thread does."""
         self._over.acquire()
         if line and select.select([], [2], [], WORDS_S)[1]:
-            # Not sys.stderr: it is empty on other ranks than 0, and the main thread may hold its lock.
-            with suppress(OSError):  # nobody reads it
+            # Not sys.stderr, which is disabled on ranks other than 0, and may be locked by the main thread.
+            with suppress(OSError):  # a closed pipe
                 os.write(2, f"kvant: error: {printable(line, LINE_COLUMNS)}; this run is over\n".encode())
         if self.rank == 0:
             self._say_last([code or 1, LOST])
@@ -279,18 +283,18 @@ class Guard:
     def _say_last(self, body: Any) -> None:
         line = json.dumps(["end", body]).encode() + b"\n"
         for peer in self._peers.values():
-            if peer.sending.acquire(timeout=WORDS_S / self.size):  # never given back: nothing more is sent
+            if peer.sending.acquire(timeout=WORDS_S / self.size):  # never released: nothing more is sent
                 with suppress(OSError):  # it does not read, or is gone
                     peer.socket.send(line, socket.MSG_DONTWAIT)
                     peer.socket.shutdown(socket.SHUT_WR)
 
 
-def first_difference(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Say which fact differs first from rank 0's, with both values; empty if none does."""
-    for name in {**own, **theirs}:
-        found = [facts.get(name, "missing") for facts in (own, theirs)]
+def first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Describe the first fact that differs from rank 0's (``mine``), or return ""."""
+    for name in {**mine, **theirs}:
+        both = [facts.get(name, "missing") for facts in (mine, theirs)]
         ours, other = (
-            value if isinstance(value, str) else json.dumps(value, sort_keys=True) for value in found
+            value if isinstance(value, str) else json.dumps(value, sort_keys=True) for value in both
         )
         if ours != other:
             return f"{name} is {other}; rank 0 has {ours}"

@@ -1,4 +1,4 @@
-"""How ranks find rank 0 before their run begins."""
+"""Connecting the ranks to rank 0 before a run begins."""
 
 import json
 import socket
@@ -10,13 +10,14 @@ from kvant.errors import RanksError
 from kvant.ranks.environment import Place
 
 MAX_HELLO_BYTES = 100
-HELLO_S = 1.0  # for a hello: a stranger at the port delays the others by no more
+HELLO_S = 1.0  # for a hello, which limits the delay by a stranger at the port
 RETRY_S = 0.1
 
 
 def gather_ranks(place: Place, seconds: float) -> Iterator[tuple[int, socket.socket]]:
-    """Give every other rank and its connection as it comes, on rank 0."""
-    until, missing = time.monotonic() + seconds, set(range(1, place.size))
+    """Yield every other rank and its connection as it comes, on rank 0."""
+    until = time.monotonic() + seconds
+    missing = set(range(1, place.size))
     try:
         family, *_, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address, family=family)
@@ -30,10 +31,9 @@ def gather_ranks(place: Place, seconds: float) -> Iterator[tuple[int, socket.soc
             except TimeoutError:
                 raise RanksError(
                     f"rank {', '.join(map(str, sorted(missing)))} of {place.size} did not come within "
-                    f"{seconds:g} s; "
-                    f"expected at {_where(place)}"
+                    f"{seconds:g} s; expected at {_where(place)}"
                 ) from None
-            except OSError:  # somebody who left at once, or no more files can be open
+            except OSError:  # a client that left at once, or too many open files
                 time.sleep(RETRY_S)
                 continue
             rank = _read_hello(connection, place.size)
@@ -45,12 +45,13 @@ def gather_ranks(place: Place, seconds: float) -> Iterator[tuple[int, socket.soc
 
 
 def reach_first(place: Place, seconds: float) -> Iterator[tuple[int, socket.socket]]:
-    """Connect to rank 0, again and again until it is there, and give its connection."""
-    until, failure = time.monotonic() + seconds, ""
+    """Connect to rank 0, retrying until it listens, and yield the connection."""
+    until = time.monotonic() + seconds
+    failure = ""
     while (left := until - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((place.host, place.port), timeout=left)
-            # a port that connections get theirs from, too
+            # the port may be an ephemeral one, so that the socket connected to itself
             if connection.getsockname() == connection.getpeername():
                 connection.close()
                 raise ConnectionRefusedError(None, "nobody listens")
@@ -69,12 +70,13 @@ def reach_first(place: Place, seconds: float) -> Iterator[tuple[int, socket.sock
 
 
 def _read_hello(connection: socket.socket, size: int) -> int | None:
-    """The rank that says it is there; None: it is no rank of this run."""
-    data, until = b"", time.monotonic() + HELLO_S
+    """Read a hello; return its rank, or None if it is not a rank of this run."""
+    data = b""
+    until = time.monotonic() + HELLO_S
     with suppress(OSError, ValueError):
         while not data.endswith(b"\n") and len(data) < MAX_HELLO_BYTES:
             connection.settimeout(max(0.001, until - time.monotonic()))
-            if not (byte := connection.recv(1)):  # no more: a message may follow
+            if not (byte := connection.recv(1)):  # byte by byte, as a message may follow
                 return None
             data += byte
         match json.loads(data):
@@ -86,7 +88,7 @@ def _read_hello(connection: socket.socket, size: int) -> int | None:
 
 def _settle(connection: socket.socket) -> None:
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each message at once: they are small
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send small messages at once
 
 
 def _where(place: Place) -> str:

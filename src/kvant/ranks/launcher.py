@@ -1,4 +1,4 @@
-"""MLX's own launcher, mlx.launch, run in this process: it starts the ranks, by ssh on other machines."""
+"""MLX's own launcher, mlx.launch, run in this process; it starts remote ranks by ssh."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from kvant.errors import EXIT_INTERRUPTED, ArgumentError, KvantError, one_line
 from kvant.files import read_user_file
 
 MAX_HOSTS_BYTES = 2**20
-# Below those that a system gives to connections: one of any process could take a rank's port before it
-# listens there, and a rank's own, to a neighbour that is not there yet, could meet itself.
+# Below ephemeral ports: a connection of any process could take a rank's port before it listens there, and a
+# rank that connects to a missing neighbour could connect to itself.
 PORTS = range(10_000, 32_000)
-STOPPED_S = 2.0  # for a rank to end by a signal that a stopped one does not get
+STOPPED_S = 2.0  # for a rank to end by a signal, which a stopped one does not receive
 LOOK_S = 0.1
 
 
@@ -41,19 +41,17 @@ def read_hosts(path: Path) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """Give the first of so many ports in a row that nobody uses, drawn so that two runs at once do not
-    meet.
-    """
+    """Return the first of ``count`` consecutive free ports, drawn at random so that runs do not collide."""
     while True:
         first = random.SystemRandom().choice(PORTS)
-        with ExitStack() as held, suppress(OSError):
+        with ExitStack() as sockets, suppress(OSError):
             for port in range(first, first + count):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
 
 
 def run_launcher(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
-    """Run mlx.launch here; if it ``talks``, standard input goes to rank 0. Returns the ranks' exit codes.
+    """Run mlx.launch here, and return the ranks' exit codes; ``talks``: pass standard input to rank 0.
 
     Raises:
         ValueError: mlx.launch refuses a flag.
@@ -68,16 +66,16 @@ def run_launcher(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
             super().__init__(rank, *how)
             started[rank] = self.process
 
-        def terminate(self) -> None:  # MLX waits for a rank that is stopped
+        def terminate(self) -> None:  # MLX would wait for a stopped rank
             self.process.terminate()
             with suppress(TimeoutExpired):
                 self.process.wait(STOPPED_S)
             self.process.kill()
-            with suppress(CalledProcessError):  # it had not begun
+            with suppress(CalledProcessError):  # it had not started
                 super().terminate()
 
     def wait(reading: list[int], writing: list[int], _: list[int], seconds: float) -> tuple[list[int], ...]:
-        # A rank's standard input can be written to at all times, so MLX never waits: measured, a whole core.
+        # A rank's standard input is always writable, so MLX never waits and uses a whole core (measured).
         ready = select.select(reading, [], [], min(seconds, LOOK_S))[0]
         return ready, select.select([], writing, [], 0)[1], []
 
@@ -85,18 +83,20 @@ def run_launcher(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
         raise ValueError(message)
 
     def forward(number: int, frame: FrameType | None) -> None:
-        has_terminal = any(os.isatty(stream) for stream in range(3))  # its Ctrl-C reaches the ranks by itself
+        has_terminal = any(os.isatty(stream) for stream in range(3))  # its Ctrl-C already reaches the ranks
         if 0 in started and not (number == signal.SIGINT and has_terminal):
             started[0].send_signal(number)
 
-    def warn(text: str) -> None:  # of a rank that failed
+    def warn(text: str) -> None:  # about a rank that failed
         if not text.endswith(f"code {EXIT_INTERRUPTED}"):
             print(f"kvant: {text}", file=sys.stderr)
 
-    mlx_launch.RemoteProcess, mlx_launch.select, mlx_launch.log_warning = Rank, wait, warn
+    mlx_launch.RemoteProcess = Rank
+    mlx_launch.select = wait
+    mlx_launch.log_warning = warn
     mlx_launch.argparse.ArgumentParser.error = refuse
     sys.argv = ["kvant launch", *arguments]
-    reading, writing = os.pipe()  # MLX never ends its standard input, and changes how it is read
+    reading, writing = os.pipe()  # MLX never closes its standard input, and changes its mode
     sys.stdin = os.fdopen(reading)
     if talks:
         threading.Thread(target=_hand_on, args=(writing,), daemon=True).start()
@@ -108,7 +108,7 @@ def run_launcher(arguments: Sequence[str], *, talks: bool) -> Mapping[int, int]:
 
 
 def _hand_on(writing: int) -> None:
-    """Copy standard input, whose end is the conversation's."""
+    """Copy standard input; its end ends the conversation."""
     with suppress(OSError):
         while data := os.read(0, 8192):
             os.write(writing, data)

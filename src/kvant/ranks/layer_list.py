@@ -1,7 +1,7 @@
-"""The layers of an mlx-lm model as a list of which machines can each have a part.
+"""The layers of an mlx-lm model, checked so that they can be divided among machines.
 
-A model can be dealt where each layer gets exactly the array that the layer before it returned, and nothing
-else of it. One call that is never evaluated shows it: MLX writes down which array is made of which.
+They can be if each layer gets exactly the array that the previous layer returned, and nothing else from it.
+One call that is never evaluated shows this: MLX exports the graph of its arrays.
 """
 
 import io
@@ -18,9 +18,9 @@ from mlx.utils import tree_map_with_path
 from kvant.bridge.probe import called
 from kvant.errors import ModelError
 
-MAX_LAYERS = 300  # three names each are as many as MLX takes
+MAX_LAYERS = 300  # MLX does not export more than three names for each
 MORE = "its layers exchange more than hidden states"
-Own = Callable[[Any], Any]  # a layer's call: hidden states (B, S, hidden) to the next layer's
+LayerCall = Callable[[Any], Any]  # a layer's call: hidden states (B, S, hidden) to the next layer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LayerList:
 
 
 def list_layers(model: Module, model_type: str) -> LayerList:
-    """The layers of a model whose weights were not computed yet."""
+    """Return the layers of a model with lazy weights; raise a ModelError if they cannot be divided."""
     refused = f"config.json: {model_type} cannot be dealt to several machines by layers"
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, Module) for layer in layers):
@@ -43,12 +43,13 @@ def list_layers(model: Module, model_type: str) -> LayerList:
     paths = tuple(path_of[id(layer)] for layer in layers)
     calls: list[tuple[int, Any, Sequence[Any], Any]] = []
 
-    def noted(number: int, own: Own, hidden: Any, others: Sequence[Any]) -> Any:
-        result = own(hidden)
+    def noted(number: int, layer_call: LayerCall, hidden: Any, others: Sequence[Any]) -> Any:
+        result = layer_call(hidden)
         calls.append((number, hidden, others, result))
         return result
 
-    kinds, weights = [type(layer) for layer in layers], model.parameters()
+    kinds = [type(layer) for layer in layers]
+    weights = model.parameters()
     try:
         sources = _mark_weights(model, paths)
         for number, layer in enumerate(layers):
@@ -60,7 +61,7 @@ def list_layers(model: Module, model_type: str) -> LayerList:
         model.update(weights)
     if [number for number, *_ in calls] != list(range(len(layers))):
         raise ModelError(f"{refused}: they are not called once each, in their order")
-    hidden = [*(given for _, given, _, _ in calls), calls[-1][3]]
+    hidden = [*(before for _, before, _, _ in calls), calls[-1][3]]
     passed = all(result is after for (*_, result), after in zip(calls, hidden[1:], strict=True))
     if not passed or not all(isinstance(array, mx.array) for array in hidden):
         raise ModelError(f"{refused}: {MORE}")
@@ -74,32 +75,29 @@ def list_layers(model: Module, model_type: str) -> LayerList:
     return LayerList(paths, tuple(caches))
 
 
-def redirect(layer: Module, call: Callable[[Own, Any, Sequence[Any]], Any]) -> None:
-    """Have calls of a layer go to ``call(own, hidden, others)``. Its attributes stay.
+def redirect(layer: Module, call: Callable[[LayerCall, Any, Sequence[Any]], Any]) -> None:
+    """Redirect a layer's calls to ``call(layer_call, hidden, others)``. Its attributes stay.
 
-    ``own`` is the layer's own call, with the other arguments as they were given: it takes the hidden states
-    alone.
+    ``layer_call`` is the original call; it takes only hidden states, and adds the other arguments.
     """
     kind = type(layer)
 
     def replaced(self: Module, *arguments: Any, **named: Any) -> Any:
         first = next(iter(named), "")
 
-        def own(hidden: Any) -> Any:
+        def layer_call(hidden: Any) -> Any:
             if arguments:
                 return kind.__call__(self, hidden, *arguments[1:], **named)
             return kind.__call__(self, **named | {first: hidden})
 
         hidden, *others = *arguments, *named.values()
-        return call(own, hidden, others)
+        return call(layer_call, hidden, others)
 
     layer.__class__ = type(kind.__name__, (kind,), {"__call__": replaced})
 
 
 def _mark_weights(model: Module, paths: Sequence[str]) -> list[mx.array]:
-    """Put zeros in place of a model's weights. Returns of what those of each layer are made, and last all
-    others.
-    """
+    """Replace a model's weights by zeros; return the source array of each layer's, and of all others last."""
     sources = [mx.array(0.0) for _ in (*paths, "")]
 
     def marked(name: str, array: mx.array) -> mx.array:
@@ -114,54 +112,58 @@ def _problem(
     sources: Sequence[mx.array],
     caches: Sequence[tuple[int, ...]],
     hidden: Sequence[mx.array],
-    kept: Sequence[Sequence[mx.array]],
+    cache_arrays: Sequence[Sequence[mx.array]],
     logits: mx.array,
 ) -> str:
-    """Whether more than hidden states leads from a layer to another, or past the last one to the logits;
-    empty: no.
+    """Describe a dependency between layers, or past the last one to the logits, other than hidden states.
 
-    ``hidden``: what each layer was given, and what the last one returned. ``kept``: arrays that each cache
-        was given.
+    Returns "" if there is none.
+
+    Args:
+        hidden: the input of each layer, and the output of the last one.
+        cache_arrays: the arrays passed to each cache.
     """
     used = [number for numbers in caches for number in numbers]
     if len(set(used)) != len(used):
         return MORE
 
     def end(array: mx.array, numbers: Iterable[int]) -> mx.array:
-        """One array that is made of what some caches were given, too."""
-        made: mx.array = mx.depends([array], [part for number in numbers for part in kept[number]])[0]
+        """Make an array that also depends on the arrays of some caches."""
+        made: mx.array = mx.depends(
+            [array], [source for number in numbers for source in cache_arrays[number]]
+        )[0]
         return made
 
     ends = [end(array, numbers) for array, numbers in zip(hidden[1:], caches, strict=True)]
-    elsewhere = end(mx.array(0.0), set(range(len(kept))) - set(used))
+    elsewhere = end(mx.array(0.0), set(range(len(cache_arrays))) - set(used))
     graph = _Graph([*sources, *hidden, *ends, elsewhere, logits])
     *weights, others = map(graph.name, sources)
     between = [*map(graph.name, hidden)]
     known = {*weights, others, *between}
-    for given, result, weight, made in zip(between[:-1], between[1:], weights, ends, strict=True):
-        own = {given, weight}
-        stops = known - {result} | own
+    for before, result, weight, made in zip(between[:-1], between[1:], weights, ends, strict=True):
+        allowed = {before, weight}
+        stops = known - {result} | allowed
         reached = graph.reached(made, stops) & stops
-        if not reached <= own:
+        if not reached <= allowed:
             return MORE
-        if given not in reached:  # what an evaluated array was made of is forgotten
+        if before not in reached:  # an evaluated array has lost its inputs
             return "mlx-lm's class computes a layer while it is called"
-    alone = (
+    is_separate = (
         graph.reached(logits, known) & known <= {between[-1], others}
         and not graph.reached(elsewhere, known) & known
     )
-    return "" if alone else MORE
+    return "" if is_separate else MORE
 
 
 def _arrays(probe: Any) -> list[mx.array]:
-    """What a cache of a probe was given."""
+    """Return the arrays passed to a probe's cache."""
     parts = getattr(probe, "caches", [probe])
-    found = [getattr(part, "fetched", None) or getattr(part, "cache", None) or () for part in parts]
-    return [array for arrays in found for array in arrays if array is not None]
+    fetched = [getattr(cache, "fetched", None) or getattr(cache, "cache", None) or () for cache in parts]
+    return [array for arrays in fetched for array in arrays if array is not None]
 
 
 class _Graph:
-    """Which arrays not yet evaluated are made of which others: what :func:`mx.export_to_dot` writes."""
+    """The graph of arrays that are not evaluated yet, from :func:`mx.export_to_dot`."""
 
     def __init__(self, arrays: Sequence[mx.array]) -> None:
         self._arrays = {self.name(array): array for array in arrays}
@@ -169,7 +171,7 @@ class _Graph:
         text = io.StringIO()
         mx.export_to_dot(text, **self._arrays)
         # An operation, then each input as `"a" -> operation`, then each result as `operation -> "b"`. An
-        # operation's number is no name for it: those of mx.compile are used again.
+        # operation's number does not identify it: mx.compile reuses numbers.
         for operation, source, result in re.findall(
             r'(\[label)|^"(\w+)" -> |-> "(\w+)"$', text.getvalue(), re.MULTILINE
         ):
@@ -181,17 +183,17 @@ class _Graph:
                 self._made_of[result] = inputs
 
     def name(self, array: mx.array) -> str:
-        """The name of one of the arrays; MLX's own names are capitals."""
+        """Return the name of one of the arrays; MLX's own names are capitals."""
         return f"a{id(array)}"
 
     def reached(self, end: mx.array, stops: set[str]) -> set[str]:
-        """What an array is made of, back to ``stops``, whose own making is not followed."""
+        """Return the names of arrays that an array depends on, going back no further than ``stops``."""
         left = list(self._made_of.get(self.name(end), ()))
-        found: set[str] = set()
+        names: set[str] = set()
         while left:
             name = left.pop()
-            if name not in found:
-                found.add(name)
+            if name not in names:
+                names.add(name)
                 if name not in stops:
                     left += self._made_of.get(name, ())
-        return found
+        return names

@@ -1,4 +1,4 @@
-"""Rank 0's model: the other ranks are told of every step before it is computed."""
+"""Rank 0's model, which announces every step to the other ranks before computing it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,15 +22,15 @@ from kvant.ranks.group import Ranks, Traffic
 from kvant.ranks.guard import Guard
 
 Computed = TypeVar("Computed", mx.array, list[mx.array])
-NOTICED_S = 1.0  # for the guard, which knows whether another rank is gone; MLX's error does not say so
+NOTICED_S = 1.0  # for the guard to notice that another rank is gone, which MLX's error does not say
 
 
 class Lead(CacheMaker):
-    """A :class:`kvant.models.LanguageModel` that is computed by all ranks.
+    """A :class:`kvant.models.LanguageModel` that all ranks compute.
 
-    The others compute the same steps on their parts, and have no tokens of their own to choose: ids are in
-    what they are told. A step is evaluated before it is returned. Caches and pools are those that this model
-    makes. They cannot be saved, loaded or forked.
+    The other ranks compute the same steps on their shards, with the ids in rank 0's messages. A step is
+    evaluated before it is returned. Caches and pools must be made by this model, and cannot be saved, loaded
+    or forked.
     """
 
     embedding_size: int | None = None  # the other ranks compute from ids
@@ -38,21 +38,24 @@ class Lead(CacheMaker):
 
     def __init__(
         self,
-        part: LanguageModel,
+        model: LanguageModel,
         ranks: Ranks,
         guard: Guard,
         whole: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """``part``: rank 0's. ``whole``: a step is computed in it; it keeps Ctrl-C until the others have
-        theirs.
-        """
-        self.part, self.ranks = part, ranks
-        self.step_traffic = Traffic()  # what rank 0 sent, received and summed in the last step
-        self.config, self.dtype, self.arrays = part.config, part.dtype, part.arrays
-        self.nbytes, self.nbytes_read = part.nbytes, part.nbytes_read
-        self.feeds_last_token_separately = part.feeds_last_token_separately
-        self.computes_at_once = part.computes_at_once
-        self._guard, self._whole = guard, whole
+        """``model``: rank 0's shard. ``whole``: context of a step, which delays Ctrl-C until all have it."""
+        self.local = model
+        self.ranks = ranks
+        self.step_traffic = Traffic()  # of rank 0 in the last step
+        self.config = model.config
+        self.dtype = model.dtype
+        self.arrays = model.arrays
+        self.nbytes = model.nbytes
+        self.nbytes_read = model.nbytes_read
+        self.feeds_last_token_separately = model.feeds_last_token_separately
+        self.computes_at_once = model.computes_at_once
+        self._guard = guard
+        self._whole = whole
         self._numbers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of pools
         self._made = 0
         self._dropped: list[int] = []
@@ -60,49 +63,47 @@ class Lead(CacheMaker):
 
     @property
     def identity(self) -> Identity | None:
-        return self.part.identity
+        return self.local.identity
 
     @identity.setter
     def identity(self, identity: Identity | None) -> None:
-        self.part.identity = identity
+        self.local.identity = identity
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Compute the logits of every position and commit the step. ``cache`` is one of this model's."""
         if cache is None:
             raise RanksError("a model on several ranks computes through a cache; given none")
-        return self._step(self.part.__call__, inputs, cache)
+        return self._step(self.local.__call__, inputs, cache)
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
-        return self._step(self.part.feed, inputs, cache)
+        return self._step(self.local.feed, inputs, cache)
 
     def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self._step(self.part.next_logits, inputs, cache)
+        return self._step(self.local.next_logits, inputs, cache)
 
     def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self._step(self.part.every_logits, inputs, cache)
+        return self._step(self.local.every_logits, inputs, cache)
 
     def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self._step(self.part.every_hidden_state, inputs, cache)
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
-        return self.part.check_cache(cache)
+        return self.local.check_cache(cache)
 
     def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
         """Reserve a cache on every rank."""
-        cache = self.part.reserve_cache(max_seq_len, options)
+        cache = self.local.reserve_cache(max_seq_len, options)
         self._announce(cache.pool, "cache", {"max_seq_len": max_seq_len}, options)
         return cache
 
     def make_pool(self, tokens: int, *, options: CacheOptions = DEFAULT_OPTIONS, **sizes: Any) -> Pool:
         """Reserve a pool on every rank."""
-        pool = self.part.make_pool(tokens, **sizes, options=options)
+        pool = self.local.make_pool(tokens, **sizes, options=options)
         self._announce(pool, "pool", {"tokens": tokens, **sizes}, options)
         return pool
 
     def _announce(self, made: object, kind: str, sizes: dict[str, Any], options: CacheOptions) -> None:
-        """Have the others make the same. The others do not know the model's digest, which was checked
-        here.
-        """
+        """Make the other ranks make the same, without the model's digest, which only rank 0 checks."""
         if options.kv_format is not None:
             options = replace(options, kv_format=replace(options.kv_format, model=""))
         number = self._made
@@ -121,7 +122,7 @@ class Lead(CacheMaker):
             raise RanksError(
                 "the cache is not of this model; on several ranks expected one of model.make_cache"
             )
-        batch.begin(inputs)  # refuses what does not fit, before the others are told
+        batch.begin(inputs)  # raises if it does not fit, before the other ranks know of the step
         ids = inputs.tolist()
         plan = {"lengths": batch.lengths} if batch.pool.single else _pool_plan(batch)
         self.ranks.traffic = Traffic()
@@ -131,7 +132,7 @@ class Lead(CacheMaker):
                 result = call(inputs, cache=batch)
                 mx.eval(result)
             except (RuntimeError, ValueError) as error:
-                self._broken = True  # the others wait for what does not come
+                self._broken = True  # the other ranks wait for messages that will not come
                 time.sleep(NOTICED_S)
                 raise RanksError(f"rank 0 failed in a step: {one_line(error)}") from error
         self.step_traffic = self.ranks.traffic
@@ -146,16 +147,16 @@ class Lead(CacheMaker):
 
 
 def _pool_plan(batch: PoolBatch) -> dict[str, Any]:
-    """Describe a batch's step: what was done to pages since the last one, and each token's place."""
+    """Describe a batch's step: copies of pages since the last one, and the pages of its sequences."""
     groups = batch.pool.groups
     copies = [group.take_copies() for group in groups]
     tables = [
-        [(t.first, t.pages) for t in (own.tables[n] for own in batch.sequences)] for n in range(len(groups))
+        [(t.first, t.pages) for t in (each.tables[n] for each in batch.sequences)] for n in range(len(groups))
     ]
     lengths = [sequence.length for sequence in batch.sequences]
     tails = batch.pool.tails
     events = [] if tails is None else tails.take_events()
-    spans = [own.tail for own in batch.sequences if own.tail is not None]
+    spans = [each.tail for each in batch.sequences if each.tail is not None]
     numbers = [(span.page, span.sinks, span.start) for span in spans]
     return {
         "tail_events": events,

@@ -1,7 +1,7 @@
-"""How N ranks divide a model: whole heads, and features of the MLP in whole quantization groups.
+"""The division of a model among ranks: whole heads, and features of the MLP in whole quantization groups.
 
-Key and value heads are dealt out with their query heads. If ranks are more than key and value heads, a few
-ranks have the same one, and its query heads are divided among them.
+Key and value heads go with their query heads. If there are more ranks than kv heads, several ranks have the
+same one and divide its query heads.
 """
 
 import math
@@ -12,12 +12,12 @@ from kvant.errors import ModelError
 from kvant.models.config import ModelConfig
 from kvant.models.share import Range, Share
 
-# of an MLP in floating point are dealt out together if there are enough: products of round sizes
+# Unit in which features of an MLP in floating point are dealt if there are enough, for round matrix sizes.
 FEATURES = 64
 
 
 def shares(config: ModelConfig, ranks: int) -> list[Share]:
-    """The share of each of ``ranks`` ranks, as even as whole heads and whole quantization groups are."""
+    """Return each rank's share, as equal as whole heads and whole quantization groups allow."""
     queries, keys = _heads(config, ranks)
     inner = _features(config, ranks, "intermediate_size", "down")
     expert_inner: Sequence[Range] = [(0, 0)] * ranks
@@ -41,22 +41,23 @@ def shares(config: ModelConfig, ranks: int) -> list[Share]:
 
 
 def _divided(count: int, parts: int, unit: int = 1) -> list[Range]:
-    """``count`` in parts that differ by one unit at most, and end at whole units; the last unit may be
-    smaller.
-    """
+    """Divide ``count`` into ranges of whole units that differ by at most one; the last unit may be less."""
     units = -(-count // unit)
-    bounds = [min(count, units * part // parts * unit) for part in range(parts + 1)]
+    bounds = [min(count, units * number // parts * unit) for number in range(parts + 1)]
     return list(pairwise(bounds))
 
 
 def _heads(config: ModelConfig, ranks: int) -> tuple[list[Range], list[Range]]:
-    """Query heads and kv heads of each rank."""
-    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    """Return the query heads and kv heads of each rank."""
+    H = config.num_attention_heads
+    K = config.num_key_value_heads
+    D = config.head_dim
     if ranks > H:
         raise ModelError(f"{ranks} ranks cannot divide {H} query heads: each needs one")
-    per, group = H // K, _group_size(config, "output")
+    per = H // K
+    group = _group_size(config, "output")
     if ranks <= K:
-        # kv heads that are dealt out together, so that their outputs end with a group of o_proj's columns
+        # number of kv heads dealt together, so that their outputs end with a group of o_proj's columns
         unit = min(K, math.lcm(per * D, group) // (per * D))
         keys = _divided(K, ranks, unit)
         queries = [(first * per, last * per) for first, last in keys]
@@ -71,18 +72,16 @@ def _heads(config: ModelConfig, ranks: int) -> tuple[list[Range], list[Range]]:
     if any(first == last or first * D % group for first, last in queries):
         raise ModelError(
             f"{ranks} ranks cannot divide {H} query heads with {K} kv heads of {D} elements in o_proj's "
-            f"quantization "
-            f"groups of {group}: a group would be cut"
+            f"quantization groups of {group}: a group would be cut"
         )
     return queries, keys
 
 
 def _features(config: ModelConfig, ranks: int, name: str, role: str) -> list[Range]:
-    """Features of an MLP of each rank, in whole groups of the columns that they are in the projection of
-    ``role``.
-    """
+    """Return each rank's features of an MLP, which are whole groups of columns of ``role``'s projection."""
     rows = config.architecture.of_role(role)
-    count, group = config.shape(rows[0])[-1], _group_size(config, role)
+    count = config.shape(rows[0])[-1]
+    group = _group_size(config, role)
     if group == 1 and count // FEATURES >= ranks:
         group = math.gcd(count, FEATURES)
     if -(-count // group) < ranks:
@@ -92,12 +91,10 @@ def _features(config: ModelConfig, ranks: int, name: str, role: str) -> list[Ran
 
 
 def _group_size(config: ModelConfig, role: str) -> int:
-    """Elements of a row that quantization keeps together in the projections of a role, of all layers; 1:
-    any.
-    """
+    """Return the number of elements in a row that quantization keeps together for a role in all layers."""
     table = config.architecture
     prefixes = [table.layers.format(layer) for layer in range(config.num_hidden_layers)]
     formats = {
         config.quantization_of(prefix + row.path) for prefix in prefixes for row in table.of_role(role)
     }
-    return math.lcm(*(own.group_size for own in formats if own is not None))
+    return math.lcm(*(each.group_size for each in formats if each is not None))
