@@ -259,6 +259,6 @@ def test_embeddings_continue_a_cache(pocket: Any) -> None:
 
 def test_a_model_that_takes_no_embeddings(pocket: Any) -> None:
     with pytest.raises(
-        ValueError, match="input_embeddings is given; expected None: this qwen3_next takes ids alone"
+        ValueError, match="input_embeddings is given; expected None: this qwen3_next takes only ids"
     ):
         kvant.stream_generate(bridged("qwen3_next"), pocket[1], [5], input_embeddings=mx.zeros((1, 64)))

@@ -38,7 +38,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda raw: raw.update(version=3), "version 3"),
     (lambda raw: raw.update(more=1), "other parts"),
     (lambda raw: raw.update(model=3), "other parts"),
-    (lambda raw: raw.update(layers=[]), "no list of formats"),
+    (lambda raw: raw.update(layers=[]), "not a list of formats"),
     (lambda raw: raw["layers"][0].pop("center"), "a layer has other parts"),
     (lambda raw: raw["layers"][0].update(kv_bits=5), "5 bits in groups of 32"),
     (lambda raw: raw["layers"][0].update(kv_group_size=0), "4 bits in groups of 0"),
@@ -49,7 +49,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda raw: raw["layers"][1].update(rotates=1), "rotates is 1"),
     (lambda raw: raw["layers"][1].update(center=[[1.0], [1.0, 2.0]]), "rows of different lengths"),
     (lambda raw: raw["layers"][1].update(center=[[1.0, float("nan")]] * 2), "out of range"),
-    (lambda raw: raw["layers"][1].update(center=[[]]), "no list of rows"),
+    (lambda raw: raw["layers"][1].update(center=[[]]), "not a list of rows"),
     (lambda raw: raw["layers"][1].update(balance=[[0.5, 1]] * 2), "out of range"),
     (lambda raw: raw["layers"][1].update(balance=[[99, 1]] * 2), "out of range"),
 ]

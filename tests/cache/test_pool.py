@@ -183,7 +183,7 @@ def test_what_a_batch_is_not_made_of(pocket: Pocket) -> None:
         ([], None, "a batch of 0 sequences; expected at least one, none twice"),
         ([sequence, sequence], None, "a batch of 2 sequences; expected at least one, none twice"),
         ([other.sequence(1)], None, "a sequence of another pool"),
-        ([sequence], 0, "rows is 0; expected an int, at least 1"),
+        ([sequence], 0, "rows is 0; expected an int of at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             pool.batch(given, rows)
@@ -213,7 +213,7 @@ def test_another_models_pool_is_refused(pocket: Pocket, tmp_path: Path) -> None:
 def test_what_make_pool_refuses(pocket: Pocket, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pocket
     for wrong, message in (
-        ({"options": CacheOptions(kernels="fused")}, "kernels is 'fused'; MLX's default device is no GPU"),
+        ({"options": CacheOptions(kernels="fused")}, "kernels is 'fused'; MLX's default device is not a GPU"),
         *(
             ({name: 0}, f"{name} is 0")
             for name in ("tokens", "sequences", "prefill_step_size", "max_seq_len")

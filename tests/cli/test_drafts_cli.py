@@ -104,7 +104,9 @@ def test_refused_before_anything_is_said_of_answers(prompts: str, monkeypatch: p
     """As a bridged model's pool refuses them."""
     monkeypatch.setattr(Pool, "takes_back", False)
     for flags in (["--prompts-file", prompts, *STORY[1:]], [*STORY, "--n", "2"]):
-        assert "--draft is 'prompt'; side by side" in refusal(2, "generate", *flags, "--draft", "prompt")
+        assert "--draft is 'prompt'; drafts for several sequences" in refusal(
+            2, "generate", *flags, "--draft", "prompt"
+        )
 
 
 def test_another_tokenizer_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def rank_of(process: int) -> int:
     ("begun", "sign", "to", "code", "line"),
     [
         (True, signal.SIGKILL, 0, 137, "rank 0"),
-        (True, signal.SIGSTOP, 1, 1, "rank 1 has said nothing"),
+        (True, signal.SIGSTOP, 1, 1, "rank 1 has been silent"),
         (True, signal.SIGINT, None, 130, ""),
         (True, signal.SIGTERM, None, 143, "rank 0"),
         (True, signal.SIGKILL, None, -9, ""),

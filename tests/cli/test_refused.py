@@ -135,7 +135,7 @@ USAGE = [
     ("plan --ranks 1", "--ranks is 1; expected 2 to 256"),
     ("plan --hostfile hosts --memory 1GB,1GB,1GB", "--memory has 3 sizes for 2 machines"),
     ("plan --hostfile hosts --ranks 2", "--ranks is 2, and --hostfile names the machines"),
-    ("plan --hostfile no/such", "--hostfile is no/such, which is no host file: "),
+    ("plan --hostfile no/such", "--hostfile is no/such, which is not a host file: "),
     ("plan --parallel tensor", "--parallel tensor divides a model among ranks"),
     ("plan --parallel both --ranks 2", "--parallel is 'both'"),
     ("plan --draft-model pocket --ranks 2", "several ranks draft only from prompt and answer"),
@@ -197,7 +197,7 @@ USAGE = [
 ON_A_CPU = [
     ("generate a --wired", "--wired: only a Mac's GPU has memory to wire"),
     ("generate --prompts-file prompts --kernels fused", "--kernels is 'fused'"),
-    ("bench --streams 4 --engine kvant:fused", "setting is 'fused'; MLX's default device is no GPU"),
+    ("bench --streams 4 --engine kvant:fused", "setting is 'fused'; MLX's default device is not a GPU"),
 ]
 FAILURES = [
     (f"generate -q '{'word ' * 4000}'", "tokens; 2048 are"),

@@ -195,12 +195,12 @@ def test_answers_keep_their_tokens(pocket: Pocket, tmp_path: Path) -> None:
         (None, "it holds no conversation"),
         ("[", "its conversation is malformed"),
         ('{"role": "user"}', "a JSON dict; expected a list"),
-        ('[{"role": "user"}]', "message 0 is no object of a role"),
-        ('[{"role": "user", "content": "a", "tool_calls": "b"}]', "message 0 is no object of a role"),
-        ('[{"role": "user", "content": ["a"]}]', "message 0 has a value that is no text"),
+        ('[{"role": "user"}]', "message 0 is not an object of a role"),
+        ('[{"role": "user", "content": "a", "tool_calls": "b"}]', "message 0 is not an object of a role"),
+        ('[{"role": "user", "content": ["a"]}]', "message 0 has a value that is not text"),
         (
             '[{"role": "user", "content": "a", "reasoning_content": 1}]',
-            "message 0 has a value that is no text",
+            "message 0 has a value that is not text",
         ),
         ('[{"role": "root", "content": "a"}]', "message 0 has the role 'root'"),
         (

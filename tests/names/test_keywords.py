@@ -71,7 +71,7 @@ def test_no_other_library_comes_along(program: str) -> None:
 
 REFUSED_BY_LOAD: list[tuple[dict[str, Any], str]] = [
     ({"path_or_hf_repo": None}, "path_or_hf_repo is missing"),
-    ({"path_or_hf_repo": "a", "path_or_name": "b"}, "path_or_hf_repo is given beside path_or_name"),
+    ({"path_or_hf_repo": "a", "path_or_name": "b"}, "path_or_hf_repo is given together with path_or_name"),
     ({"model_config": {"rope_theta": 1.0}}, "model_config has rope_theta"),
     ({"path_or_hf_repo": "pocket", "revision": "main"}, "revision is 'main'"),
     ({"trust_remote_code": True}, "trust_remote_code is True; nothing in a model folder is executed"),

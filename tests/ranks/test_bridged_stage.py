@@ -127,7 +127,7 @@ def middle() -> Ranks:
 
 def test_what_a_rank_cannot_have(folder: Path, middle: Ranks, tmp_path: Path) -> None:
     for layers in (range(0), range(2), range(1, 4), range(2, 2), range(3, 1), range(1, 9), range(1, 3, 2)):
-        with pytest.raises(ModelError, match=r"llama: rank 1 of 3 is to have the layers from .* of 4 in all"):
+        with pytest.raises(ModelError, match=r"llama: rank 1 of 3 has the layers from .* of 4 in all"):
             load_bridged_stage(folder, middle, layers)
     with pytest.raises(ModelError, match=r"nanbeige: .*nanbeige cannot be dealt"):
         load_bridged_stage(write(tmp_path / "nanbeige", "nanbeige"), middle, range(1, 2))

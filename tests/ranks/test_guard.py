@@ -25,7 +25,7 @@ LATE_S = 60.0  # a run that does not end
 BUSY_S = 6.0  # more, if other tests run beside it
 GONE, SILENT = (
     "is gone: its connection was closed",
-    f"has said nothing for {SILENT_S:g} s: it is stopped or asleep",
+    f"has been silent for {SILENT_S:g} s: it is stopped or asleep",
 )
 
 # The package's first lines load MLX, which a guard does not need: without them a process starts in half the

@@ -159,8 +159,8 @@ def _twice() -> list[Layer]:
 
 WRONG_LISTS: list[tuple[Callable[[], Any], str]] = [
     (lambda: [Evaluates() for _ in range(3)], COMPUTED),
-    (lambda: {0: Layer()}, "its layers are no list"),
-    (lambda: [nn.Embedding(16, 8), nn.gelu], "its layers are no list"),
+    (lambda: {0: Layer()}, "its layers are not a list"),
+    (lambda: [nn.Embedding(16, 8), nn.gelu], "its layers are not a list"),
     (_twice, ORDER),
     (lambda: [Layer() for _ in range(301)], "it has 301 layers; expected at most 300"),
 ]

@@ -62,7 +62,7 @@ def check_tail(numbers: Sequence[int], length: int) -> tuple[int, int]:
         least = min(SINKS, length)
         if sinks in (0, least) and least <= start <= length and length - start <= RING:
             return sinks, start
-    raise ValueError(f"a tail of {numbers!s:.80}; expected its first tokens and where it starts, of {length}")
+    raise ValueError(f"a tail of {numbers!s:.80}; expected one that {length} tokens can have")
 
 
 class DeferredTail:

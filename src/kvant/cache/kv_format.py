@@ -175,7 +175,7 @@ def _parsed(raw: object, path: str) -> KVFormat:
     if raw.keys() != names or not isinstance(raw["model"], str) or not isinstance(raw["figures"], dict):
         raise ValueError(f"it has other parts than {', '.join(sorted(names))}")
     if not isinstance(raw["layers"], list) or not raw["layers"]:
-        raise ValueError("layers is no list of formats")
+        raise ValueError("layers is not a list of formats")
     return KVFormat(raw["model"], tuple(map(_layer, raw["layers"])), raw["figures"], path)
 
 
@@ -212,7 +212,7 @@ def _rows(name: str, raw: object, is_right: Any) -> Any:
     """Return checked rows of equally many numbers, one row per kv head."""
     rows = raw if isinstance(raw, list | tuple) else None
     if rows is None or not all(isinstance(row, list | tuple) and row for row in rows):
-        raise ValueError(f"{name} is no list of rows of numbers")
+        raise ValueError(f"{name} is not a list of rows of numbers")
     if not all(is_right(number) for row in rows for number in row) or len({len(row) for row in rows}) > 1:
         raise ValueError(f"{name} has a number that is out of range, or rows of different lengths")
     return tuple(tuple(row) for row in rows)

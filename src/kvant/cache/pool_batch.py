@@ -73,7 +73,7 @@ class PoolBatch:
         if any(sequence.pool is not pool for sequence in self.sequences):
             raise ValueError("a sequence of another pool; expected those of this one")
         if type(self.rows) is not int or self.rows < count:
-            raise ValueError(f"rows is {rows!r}; expected an int, at least {count} for so many sequences")
+            raise ValueError(f"rows is {rows!r}; expected an int of at least {count}, one row per sequence")
         self.step: mx.array | None = None  # token ids (rows, S) of the uncommitted step
         # (rows, S, hidden) of the step's tokens; None: look up the ids
         self.embeddings: mx.array | None = None

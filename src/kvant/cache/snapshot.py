@@ -115,7 +115,7 @@ class SnapshotHeader:
         if raw.keys() - {"tail"} != FIELDS:  # only caches with exact tails have one
             raise ValueError("it has other fields than " + ", ".join(sorted(FIELDS)))
         if not isinstance(raw["layers"], list) or not 0 < len(raw["layers"]) <= MAX_LAYERS:
-            raise ValueError("layers is no list of formats")
+            raise ValueError("layers is not a list of formats")
         reservation = check_number("reservation", raw["reservation"], 1, MAX_LENGTH)
         lengths = check_numbers("lengths", raw["lengths"], 0, MAX_LENGTH)
         writtens = check_numbers("written", raw["written"], 0, MAX_LENGTH)
@@ -124,7 +124,7 @@ class SnapshotHeader:
                 f"lengths has {len(lengths)} numbers, written {len(writtens)}; expected one sequence"
             )
         if raw["has_ids"] is not True or not isinstance(raw["layout"], str):
-            raise ValueError("has_ids is not true, or layout no text")
+            raise ValueError("has_ids is not true, or layout is not text")
         identity = _identity(raw["identity"])
         rope = _rope(raw["rope"])
         (length,) = lengths
@@ -132,17 +132,17 @@ class SnapshotHeader:
         layers = tuple(map(LayerFormat.from_json, raw["layers"]))
         # Lengths must agree with each other, and with the tokens that windows and states may have forgotten.
         if length > written or (written and not length):
-            raise ValueError(f"lengths has {length} where written has {written}")
+            raise ValueError(f"lengths has {length}, but written has {written}")
         if length > reservation:
             raise ValueError(f"lengths has {length}; reservation is {reservation}")
         for layer in layers:
             if layer.kind == "state" and length != written:
                 raise ValueError(
-                    f"lengths has {length} where written has {written}, with the state of a linear layer"
+                    f"lengths has {length}, but written has {written}, with the state of a linear layer"
                 )
             if layer.first(length, written) and length < written - layer.slack - 1:
                 raise ValueError(
-                    f"lengths has {length} where written has {written}, with a window of {layer.window}"
+                    f"lengths has {length}, but written has {written}, with a window of {layer.window}"
                 )
         tail = None
         if any(layer.tail_dtype for layer in layers):
@@ -231,7 +231,7 @@ class SnapshotHeader:
 def save(path: Path, sequence: PoolSequence, *, metadata: Mapping[str, str]) -> None:
     """Write the committed tokens of a sequence; see :meth:`kvant.cache.ModelCache.save`."""
     if not all(isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise ValueError("metadata has a key or a value that is no text; expected a dict of str to str")
+        raise ValueError("metadata has a key or a value that is not text; expected a dict of str to str")
     header = SnapshotHeader.of(sequence, metadata)
     data = make_header(header.tensors(), header.as_metadata())
     if len(data) > MAX_HEADER_BYTES:
@@ -367,10 +367,10 @@ def _identity(raw: object) -> Identity | None:
     if raw is None:
         return None
     if not isinstance(raw, dict) or raw.keys() != {"model", "tokenizer"}:
-        raise ValueError("identity is no object of model and tokenizer")
+        raise ValueError("identity is not an object of model and tokenizer")
     for name, value in raw.items():
         if not isinstance(value, str) or len(value) != 64 or not set(value) <= set("0123456789abcdef"):
-            raise ValueError(f"identity's {name} is no SHA-256")
+            raise ValueError(f"identity's {name} is not a SHA-256")
     return Identity(**raw)
 
 
@@ -382,11 +382,11 @@ def _rope(raw: object) -> dict[str, Any] | None:
         or raw.keys() != {"frequencies", "factor"}
         or not isinstance(raw["frequencies"], list)
     ):
-        raise ValueError("rope is no object of frequencies and factor")
+        raise ValueError("rope is not an object of frequencies and factor")
     if not all(
         isinstance(number, float) and 0 < number < 1e30 for number in [*raw["frequencies"], raw["factor"]]
     ):
-        raise ValueError("rope has a frequency or a factor that is no number above 0")
+        raise ValueError("rope has a frequency or a factor that is not a number above 0")
     return raw
 
 

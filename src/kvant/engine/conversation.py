@@ -381,10 +381,10 @@ def messages_of(path: str | Path, metadata: Mapping[str, str]) -> list[Message]:
         for number, raw in enumerate(messages):
             if not isinstance(raw, dict) or not {"role", "content"} <= raw.keys() <= fields:
                 raise ValueError(
-                    f"message {number} is no object of a role, a content and perhaps a reasoning_content"
+                    f"message {number} is not an object of a role, a content and perhaps a reasoning_content"
                 )
             if not all(isinstance(value, str) for value in raw.values()):
-                raise ValueError(f"message {number} has a value that is no text")
+                raise ValueError(f"message {number} has a value that is not text")
             if raw["role"] not in ROLES or (raw["role"] == "system" and number):
                 raise ValueError(
                     f"message {number} has the role {raw['role'][:20]!r}; expected user or assistant"

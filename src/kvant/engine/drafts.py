@@ -41,7 +41,7 @@ class DraftCounts:
         return self.tokens / self.steps if self.steps else 1.0
 
     def describe(self) -> str:
-        """In a line: what was accepted, and why nothing is drafted any more."""
+        """Return a line with the accepted tokens, and the reason if drafting has stopped."""
         share = f", {100 * self.accepted / self.drafted:.0f} %" if self.drafted else ""
         text = f"drafts: {self.accepted} of {self.drafted} tokens accepted{share}"
         return text if self.off is None else f"drafts off: {self.off}{share}"
@@ -176,11 +176,11 @@ class DraftChoice:
         if is_lookahead:
             self._plain.append(seconds)
             self._count(0.0)
-        else:  # what might have been drafted cost time
+        else:  # only the chance to draft cost time
             self._count(min(0.0, 1 - self._cost(self._serial, seconds)))
 
     def verified(self, tokens: float, seconds: float | None) -> None:
-        """A step with drafts gave so many tokens an answer, in so many seconds; None: they are not known."""
+        """Note a step with drafts: its tokens per answer, and its seconds if known."""
         if self._level <= START:
             self.counts.off = None
         if seconds is not None:
@@ -237,10 +237,10 @@ class Drafts:
 
 
 class Drafting:
-    """How one answer drafts: where drafts come from, and what its drafter knows of its tokens."""
+    """The drafting of one answer: the source of drafts, and the drafter's progress in its tokens."""
 
     def __init__(self, source: Drafts, salt: bytes, tokens: int) -> None:
-        """For an answer of so many tokens at most, to a request of this salt."""
+        """Make it for an answer of at most ``tokens`` tokens to a request with this salt."""
         self.source = source
         self.drafter = source.for_answer(salt, tokens)
         self._num_read = 0

@@ -151,7 +151,7 @@ def check_confirmed(
 def _check_embeddings(embeddings: object, num_ids: int, model: LanguageModel, *, drafting: bool) -> None:
     """Raise an ArgumentError unless these can replace the embeddings of ``num_ids`` ids."""
     if model.embedding_size is None:
-        reason = f"this {model.config.model_type} takes ids alone"
+        reason = f"this {model.config.model_type} takes only ids"
         raise ArgumentError("input_embeddings", f"is given; expected None: {reason}")
     if drafting:
         raise ArgumentError("input_embeddings", "is given; expected None: drafts need ids")

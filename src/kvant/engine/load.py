@@ -99,7 +99,7 @@ def load(
     if name is None:
         raise ArgumentError("path_or_hf_repo", "is missing; expected a folder, a name or 'pocket'")
     if path_or_hf_repo is not None and path_or_name is not None:
-        raise ArgumentError("path_or_hf_repo", "is given beside path_or_name; expected one of them")
+        raise ArgumentError("path_or_hf_repo", "is given together with path_or_name; expected only one")
     for key, value in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
         if not isinstance(value, Mapping | None):
             raise ArgumentError(key, f"is a {type(value).__name__}; expected a dict")

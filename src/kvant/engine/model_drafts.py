@@ -64,7 +64,7 @@ class ModelDrafts:
         if pool.single:
             cache = self.model.reserve_cache(tokens, chosen)
             made = cache.pool
-            refused = "rejected drafts are taken back from its cache, and its states cannot"
+            refused = "its states cannot undo rejected drafts"
         else:
             made = self.model.make_pool(
                 pool.max_sequences * pages_for(tokens) * PAGE_SIZE,
@@ -73,7 +73,7 @@ class ModelDrafts:
                 prefill_step_size=pool.prefill_step_size,
                 options=chosen,
             )
-            refused = "side by side expected a model that kvant computes without mlx-lm"
+            refused = "for several sequences expected a model that kvant computes without mlx-lm"
         if not made.takes_back:
             raise ArgumentError("draft_model", f"has {config.model_type}'s layers; {refused}")
         mx.eval(self.model.arrays)  # a thread cannot evaluate another thread's lazy arrays
@@ -172,7 +172,7 @@ class ModelDrafter(Drafter):
         self._reserved = reserved
         self.tokens: list[int] = []  # of its answer
         self.num_fed = 0  # of these, the first that its sequence has
-        self.drafted: Sequence[int] = ()  # what its sequence has behind them
+        self.drafted: Sequence[int] = ()  # tokens that its sequence has after them
         self._sequence: PoolSequence | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -274,7 +274,7 @@ def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool, *, determinist
         raise ArgumentError(name, f"{value}; several ranks draft from prompt and answer alone")
     if not (pool.takes_back or pool.single):
         raise ArgumentError(
-            name, f"{value}; side by side drafts are for models that kvant computes without mlx-lm"
+            name, f"{value}; drafts for several sequences need a model that kvant computes without mlx-lm"
         )
 
 

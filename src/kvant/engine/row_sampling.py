@@ -92,7 +92,7 @@ def check_options(sampler: Sampler, processors: Sequence[LogitsProcessor], vocab
             if each.vocab_size != vocab_size:
                 each.check(vocab_size)
         elif not callable(each):
-            raise ValueError(f"{each!r:.80} is no sampler and no logits processor; expected a function")
+            raise ValueError(f"{each!r:.80} is neither a sampler nor a logits processor; expected a function")
 
 
 def sample_step(logits: mx.array, rows: Sequence[Row]) -> Sampled:

@@ -19,9 +19,9 @@ from kvant.models import LanguageModel
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class SpeculativeStep(Step):
-    """A step that feeds drafts behind the last token of each answer.
+    """A step that feeds drafts after the last token of each answer.
 
-    Logits are (B, S, vocab). ``sampled`` has the tokens behind each answer's last token and behind each token
+    Logits are (B, S, vocab). ``sampled`` has the tokens after each answer's last token and after each token
     of its draft, answer by answer.
     """
 

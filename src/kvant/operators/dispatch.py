@@ -97,7 +97,7 @@ def choose(kernels: str | None = None, name: str = "kernels") -> Choice:
     if backend is not None:
         reason = f"a GPU with {backend}; each cache tries the kernel when it is made, as it will call it"
         return Choice(backend, reason, forced=kernel is not None)
-    reason = "MLX's default device is no GPU with Metal or CUDA, which the fused kernel runs on"
+    reason = "MLX's default device is not a GPU with Metal or CUDA, which the fused kernel needs"
     if kernel is not None:
         raise ValueError(f"{setting}; {reason}")
     return Choice(None, reason)

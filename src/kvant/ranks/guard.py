@@ -212,7 +212,7 @@ class Guard:
                     peer.sending.release()
                 if self._time - peer.heard > peer.silence_s:
                     why = "it is stopped or asleep, or the network is gone"
-                    self._lose(peer, f"has said nothing for {peer.silence_s:g} s: {why}")
+                    self._lose(peer, f"has been silent for {peer.silence_s:g} s: {why}")
             time.sleep(BEAT_S)
             now = time.monotonic()
             # limited, because a process that was stopped could not receive anything

@@ -54,7 +54,7 @@ def reach_first(place: Place, seconds: float) -> Iterator[tuple[int, socket.sock
             # the port may be an ephemeral one, so that the socket connected to itself
             if connection.getsockname() == connection.getpeername():
                 connection.close()
-                raise ConnectionRefusedError(None, "nobody listens")
+                raise ConnectionRefusedError(None, "nothing listens there")
             connection.sendall(json.dumps(["kvant", place.rank, place.size]).encode() + b"\n")
         except OSError as error:
             failure = error.strerror or str(error)

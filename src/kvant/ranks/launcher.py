@@ -32,7 +32,7 @@ def read_hosts(path: Path) -> list[str]:
         raw = json.loads(read_user_file(path, MAX_HOSTS_BYTES))
         names = [host["ssh"] for host in (raw["hosts"] if isinstance(raw, dict) else raw)]
     except (KvantError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ArgumentError("hostfile", f"is {path}, which is no host file: {one_line(error)}") from error
+        raise ArgumentError("hostfile", f"is {path}, which is not a host file: {one_line(error)}") from error
     for rank, name in enumerate(names):
         if not isinstance(name, str) or not name or name[0] == "-" or not name.isprintable():
             problem = f"is {path}, where rank {rank}: ssh is {name!r:.80}; expected a host's name"

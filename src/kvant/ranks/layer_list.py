@@ -36,7 +36,7 @@ def list_layers(model: Module, model_type: str) -> LayerList:
     refused = f"config.json: {model_type} cannot be dealt to several machines by layers"
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, Module) for layer in layers):
-        raise ModelError(f"{refused}: its layers are no list")
+        raise ModelError(f"{refused}: its layers are not a list")
     if len(layers) > MAX_LAYERS:
         raise ModelError(f"{refused}: it has {len(layers)} layers; expected at most {MAX_LAYERS}")
     path_of = {id(module): path for path, module in model.named_modules()}

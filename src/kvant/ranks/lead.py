@@ -72,7 +72,7 @@ class Lead(CacheMaker):
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
         """Compute the logits of every position and commit the step. ``cache`` is one of this model's."""
         if cache is None:
-            raise RanksError("a model on several ranks computes through a cache; given none")
+            raise RanksError("a model on several ranks computes through a cache; got none")
         return self._step(self.local.__call__, inputs, cache)
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:

@@ -38,7 +38,7 @@ def test_the_device_decides(
     if expected is not None:
         assert dispatch.resolve("fused") == expected
         return
-    with pytest.raises(ValueError, match=r"kernels is 'fused'; .* no GPU"):
+    with pytest.raises(ValueError, match=r"kernels is 'fused'; .* not a GPU"):
         QuantizedKVCache(4, 2, 64, kernels="fused")
 
 
