@@ -38,7 +38,7 @@ class SharedPrefix:
 
     @cached_property
     def _states(self) -> list[Arrays] | None:
-        """Copies of the states after all tokens, because an array may be a slice of a whole step's result."""
+        """Return copies of the states after all tokens: an array may be a slice of a step's whole result."""
         first = mx.array([0])
         states = self._sequence.states
         copies = [[None if array is None else array[first] for array in arrays] for arrays in states]
@@ -47,7 +47,7 @@ class SharedPrefix:
 
     @cached_property
     def _tail(self) -> TailCopy | None:
-        """A copy of the exact tail at the end of all tokens."""
+        """Return a copy of the exact tail at the end of all tokens."""
         return None if self._sequence.pool.divided else self._sequence.copied_tail()
 
     def keep_in_sequence(self) -> None:

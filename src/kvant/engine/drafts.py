@@ -37,7 +37,7 @@ class DraftCounts:
 
     @property
     def tokens_a_step(self) -> float:
-        """Tokens that a step gave, on average; 1.0 before the first."""
+        """Return the average number of tokens per step; 1.0 before the first."""
         return self.tokens / self.steps if self.steps else 1.0
 
     def describe(self) -> str:
@@ -163,7 +163,7 @@ class DraftChoice:
         self._plain, self._serial, self._drafted = (deque[float](maxlen=SAMPLES) for _ in range(3))
 
     def count(self, drafter: Drafter, most: int, *, longer: int = 0) -> int:
-        """Tokens to draft, at most ``most``; the match may grow by ``longer`` tokens before."""
+        """Return how many tokens to draft, up to ``most``; the match may grow by ``longer`` tokens first."""
         if len(self._plain) < 2 or self._level == LAST:
             return 0
         if not drafter.is_free:
@@ -187,9 +187,7 @@ class DraftChoice:
             self._count(tokens - self._cost(self._drafted, seconds))
 
     def _cost(self, times: deque[float], seconds: float) -> float:
-        """A step's time in steps of one token, by the last ones of its kind: the first takes longer,
-        others wait.
-        """
+        """Return a step's cost in plain steps, by recent ones of its kind; 1.0 for the first, which is slow."""
         times.append(seconds)
         return _quartile(times) / _quartile(self._plain) if self._plain and len(times) > 1 else 1.0
 

@@ -44,12 +44,11 @@ class ModelDrafts:
 
     @property
     def most(self) -> int:
-        """Tokens that are drafted a step, at most."""
+        """Return the maximum number of tokens drafted per step."""
         return self.num_draft_tokens or DEFAULT_DRAFT_TOKENS
 
     def for_pool(self, pool: Pool) -> "PooledDrafts":
-        """The drafts for the sequences of a pool: as many are reserved for the draft model, in the same
-        format.
+        """Return the drafts for a pool, with as many sequences of the same format for the draft model.
 
         Each has as many tokens as one of the pool's, at most the draft model's own context.
         """
@@ -92,7 +91,7 @@ class PooledDrafts(Drafts):
     drafters: list["ModelDrafter"] = field(default_factory=list)  # of answers that have not ended
 
     def describe(self) -> str:
-        """The reservation in a line."""
+        """Return a line with the reservation."""
         pool = self.pool
         tokens = pool.max_seq_len if pool.single else pool.num_pages * pool.page_size
         return f"{tokens} tokens reserved, {format_bytes(pool.nbytes)}"
@@ -182,13 +181,13 @@ class ModelDrafter(Drafter):
 
     @property
     def sequence(self) -> PoolSequence:
-        """Of the draft model's pool, once it was opened."""
+        """Return its sequence in the draft model's pool, which must be open."""
         assert self._sequence is not None
         return self._sequence
 
     @property
     def rest(self) -> list[int]:
-        """Tokens that are to be fed."""
+        """Return the tokens still to be fed."""
         return self.tokens[self.num_fed :]
 
     def opened(self) -> bool:
@@ -227,7 +226,7 @@ class ModelDrafter(Drafter):
 
 
 def draft_format(config: Any, options: CacheOptions) -> CacheOptions:
-    """The options of a draft model's cache: the run's, with the largest group that divides its heads too."""
+    """Return the run's options for a draft model's cache, with the largest group that divides its heads."""
     head_dim = getattr(config, "head_dim", None)
     group = options.kv_group_size if head_dim is None else math.gcd(options.group_size, head_dim)
     return replace(options.at(options.kv_bits), kv_group_size=group, checkpoints=0)
@@ -321,6 +320,6 @@ def check_draft_model(model: LanguageModel, tokenizer: Tokenizer, draft_model: L
 
 
 def check_folders(folder: Path, draft_folder: Path) -> None:
-    """:func:`check_draft_model` before anything is loaded."""
+    """Check like :func:`check_draft_model`, before anything is loaded."""
     if tokenizer_digest(folder) != tokenizer_digest(draft_folder):
         check_same(load_tokenizer(draft_folder), load_tokenizer(folder))

@@ -169,7 +169,7 @@ class Speculation:
         return 0 <= token < self._model.config.vocab_size
 
     def interrupt(self) -> None:
-        """Something else is computed before the next step: the time until then is not the step's."""
+        """Note that something else is computed before the next step, which does not count as its time."""
         self._read_at = None
 
     def finish(self, step: Step, following: Step | None) -> None:

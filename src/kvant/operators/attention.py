@@ -111,8 +111,8 @@ def attend_each(
 
     Args:
         sequences: keys, values and the position of the first token.
-        window: how many tokens a query sees, its own included; None: all.
-        mask: it has a column for every position from 0 on.
+        window: how many tokens a query sees, including its own; None: all.
+        mask: has a column for every position from 0 on.
         bias_split, sinks: as in :func:`attend_tokens`.
     """
     S = query.shape[2]
@@ -137,7 +137,7 @@ def attend_as_mlx(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """``mx.fast.scaled_dot_product_attention`` on a GPU; where it makes scores, in blocks of queries."""
+    """Call ``mx.fast.scaled_dot_product_attention`` on a GPU, in blocks of queries if it makes scores."""
     B, H, S, D = query.shape
     T = key.shape[2]
     kind: Mask = "none" if mask is None else "causal"

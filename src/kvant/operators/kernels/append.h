@@ -1,17 +1,17 @@
-// Quantizes new keys and values. A thread takes eight elements: a word of 4 bits, two of 8. GROUP_THREADS threads share
-// a group. A simdgroup takes up to 256 elements of one token's key or value.
+// Quantizes new keys and values. A thread handles eight elements: one word at 4 bits, two at 8. GROUP_THREADS threads
+// share a group. A simdgroup handles up to 256 elements of one token's key or value.
 //
 // Inputs: key (B, K, S, D) T, value (B, K, S, Dv) T. GROUP divides D and Dv.
 // Outputs: quantized (B, 2, K, S, D * BITS / 32) uint; scales (B, 2, K, S, D / GROUP) SCALE.
-// Of different widths, or with VALUE_BITS of values: (B, 1, K, S, ...), each token's key before its value.
+// If keys and values differ in width or bits: (B, 1, K, S, ...), each token's key before its value.
 //
-// With FIT, of 4 bits, the value of the largest magnitude becomes -8, and the scale is then sum(x q) / sum(q q) of the
-// group's values x and quantized values q, in float32. The sums have their own order: a scale may differ by an ulp.
+// With FIT, at 4 bits, the value of the largest magnitude becomes -8, and the scale is sum(x q) / sum(q q) over the
+// group's values x and quantized values q, in float32. The sums have another order, so a scale may differ by an ulp.
 //
-// Without it every result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is rounded
-// twice, with the same result. A NaN makes its group's scale NaN.
+// Without FIT every result is rounded to T, as by the unfused operator. In half precision a quotient of two floats is
+// rounded twice, with the same result. A NaN makes its group's scale NaN.
 
-// A power of two up to 16. The threads of a group are neighbours in the simdgroup.
+// A power of two up to 16. The threads of a group are adjacent in the simdgroup.
 constexpr int GROUP_THREADS = GROUP / KVANT_WIDTH;
 constexpr float TINY = 1e-30f;  // keeps a group of zeros from 0/0
 
@@ -60,7 +60,7 @@ KVANT_UNROLL
 for (int e = 0; e < KVANT_WIDTH; e++) {
     const float quotient = x[e] / group_scale;
     const float rounded = rint(fit ? quotient : float(T(quotient)));
-    // A NaN gives the least; its scale is NaN, so the value does not matter.
+    // A NaN becomes the least value, which does not matter because its scale is NaN.
     const int clamped = rounded > float(least) ? int(min(rounded, float(most))) : least;
     const uint packed = (uint(clamped) & (0xffffffffu >> (32 - bits))) << (bits * e % 32);
     first |= bits * e < 32 ? packed : 0;

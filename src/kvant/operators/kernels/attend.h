@@ -1,21 +1,21 @@
-// Attention of a few new tokens to a cache, first pass. A threadgroup takes one kv head and one split of its rows.
-// A kv head with more queries than a threadgroup holds takes several threadgroups for each split: tiles.
+// Attention of a few new tokens to a cache, first pass. A threadgroup handles one kv head and one split of its rows.
+// A kv head with more queries than a threadgroup can hold takes several threadgroups for each split: tiles.
 //
 // Inputs:
 //   query (B, H, S, DIM) T
-//   cache (1, B, 2, K, rows, stored), or of a pool (2, K, rows, stored); it holds the new tokens already. Keys and values
-//     of different widths or bits lie side by side: 1 in place of 2
-//   scale: the same, with (DIM / GROUP) in place of stored; any array where BITS is 0
+//   cache (1, B, 2, K, rows, stored), or of a pool (2, K, rows, stored), including the new tokens. Keys and values of
+//     different widths or bits share rows: 1 in place of 2
+//   scale: the same, with (DIM / GROUP) in place of stored; any array if BITS is 0
 //   offset (1 or B,) int: tokens before the new ones
-//   pages (B, pages), first (B,) int: where PAGE is not 0, a sequence's pages, and the position of its first row
+//   pages (B, pages), first (B,) int: if PAGE is not 0, a sequence's pages, and the position of its first row
 //   settings (4,) int: see rows.h. KVANT_SHARING is the number of simdgroups that share the rows of the same queries
 //   numbers (2,) float: the scores' scale, and the cap of SOFTCAP
-//   mask (1 or B, 1 or H, S, columns) float, where MASK; a column is a row of the sequence
-//   key_bias (K, 2, pairs) float, pairs (pairs,) int, rotation (2, pairs, columns) float, where BIAS,
+//   mask (1 or B, 1 or H, S, columns) float, with MASK; a column is a row of the sequence
+//   key_bias (K, 2, pairs) float, pairs (pairs,) int, rotation (2, pairs, columns) float, with BIAS,
 //     which is the number of floats that a threadgroup has for it
-//   slopes (H,) float, where ALIBI
-//   spans (B, 4) int, where TAIL: the sinks, start and end of each sequence's exact tail, and a number that is not read
-// TAIL 1: a sequence has an exact tail, and these are its quantized rows. TAIL 2: `cache` and `pages` are of its exact
+//   slopes (H,) float, with ALIBI
+//   spans (B, 4) int, with TAIL: the sinks, start and end of each sequence's exact tail, and a number that is not read
+// TAIL 1: sequences have exact tails, and these are the quantized rows. TAIL 2: `cache` and `pages` are of the exact
 // rows, which have BITS 0. Both are causal and without MASK and ALIBI.
 // Outputs, float:
 //   partial (B, H, S, splits, VALUE_DIM): the sum of the values times exp(score - max_score); element e of all chunks
@@ -23,10 +23,10 @@
 //   sums, max_scores (B, H, S, splits): the sum of exp(score - max_score), and max_score
 // Splits without rows are not written.
 //
-// A simdgroup holds QUERIES queries and their outputs in its registers, a power of two: a query group. It reads
+// A simdgroup has QUERIES queries (a power of two) and their outputs in its registers: a query group. It reads
 // LANE_GROUPS rows at a time, and loads UNROLL times as many before it uses the first. A lane group is LANES lanes that
-// share a row. Of the UNROLL * QUERIES scores of its rows, number query * UNROLL + row, each lane adds up and turns into
-// weights OWN, as many as REPEAT lanes at once where there are fewer scores than lanes.
+// share a row. Its rows have UNROLL * QUERIES scores, numbered query * UNROLL + row. Each lane adds up OWN of them and
+// turns them into weights; if there are fewer scores than lanes, REPEAT lanes do the same one.
 
 using Key = Eight<BITS, C>;
 using Value = Eight<VALUE_BITS, C>;
@@ -162,7 +162,7 @@ if (BIAS) {
 }
 
 for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
-    // A step's rows are in one page. Rows that do not exist are read as the nearest one that does; their weight is 0.
+    // A step's rows are in one page. Instead of a missing row the nearest existing one is read, with weight 0.
     const int moved = PAGE ? pages[batch * pages_shape[1] + base / PAGE_OR_ONE] * PAGE - base / PAGE_OR_ONE * PAGE : 0;
     typename Key::Raw key_raw[UNROLL][KEY_PARTS];
     float key_scale[UNROLL][KEY_PARTS];
@@ -201,7 +201,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         }
     }
 
-    // Values are on their way while scores are summed up.
+    // Values are loaded while scores are added up.
     typename Value::Raw value_raw[UNROLL][VALUE_PARTS];
     float value_scale[UNROLL][VALUE_PARTS];
     KVANT_UNROLL
@@ -238,8 +238,8 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         }
     }
 
-    // Sums over the lanes of a group. A lane hands on one half of the scores and keeps the other, until it has its own.
-    // In this form no score stays in memory: clang wants no branch behind the inner loop, nvcc a constant end of it.
+    // Sums over the lanes of a group. A lane passes on half of the scores and keeps the others, down to its own ones.
+    // This form keeps scores in registers: clang needs no branch after the inner loop, nvcc a constant end of it.
     KVANT_UNROLL
     for (int other = LANES / 2; SCORES * other >= LANES; other /= 2) {
         const int half = SCORES * other / LANES;
@@ -247,7 +247,7 @@ for (int base = begin; base < end; base += sharing * LANE_GROUPS * UNROLL) {
         KVANT_UNROLL
         for (int n = 0; n < SCORES / 2; n++) {
             if (n < half) {
-                const float a = score[n];  // read before one is chosen: the choice of a place would keep the array in memory
+                const float a = score[n];  // read both before choosing: choosing an index would put the array in memory
                 const float b = score[half + n];
                 score[n] = (upper ? b : a) + simd_shuffle_xor(upper ? a : b, uint(other));
             }

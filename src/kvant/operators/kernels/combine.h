@@ -1,8 +1,8 @@
-// Second pass: adds up the splits of a query. One threadgroup for each query; its simdgroups take splits in turns.
+// Second pass: adds up the splits of a query. Each query has a threadgroup, whose simdgroups take splits alternately.
 //
 // Inputs: partial (B, H, S, splits, DIM), sums, max_scores (B, H, S, splits), and offset, first, settings of the first
-// pass; sinks (H,), scores that add nothing, or minus infinity (1,); value_bias (K, DIM) float or zero (1, 1).
-// Where TAIL, partial is of quantized rows, and tail_partial, tail_sums and tail_max_scores are those of exact rows; spans
+// pass; sinks (H,), scores without a value, or minus infinity (1,); value_bias (K, DIM) float or zero (1, 1).
+// With TAIL, partial is of quantized rows, and tail_partial, tail_sums and tail_max_scores are of exact rows; spans is
 // as in the first pass.
 // Output: out (B, H, S, DIM) T.
 
@@ -65,7 +65,7 @@ for (int split = simdgroup_index; split < rows.used; split += simdgroups) {
     }
 }
 if (TAIL) {
-    // The simdgroups that have fewest of the others take these.
+    // Assign these to the simdgroups with the fewest other splits.
     for (int split = (simdgroup_index + simdgroups - rows.used % simdgroups) % simdgroups; split < KVANT_TAIL_SPLITS;
          split += simdgroups) {
         const float weight = kvant_exp(tail_max_scores[first_tail_split + split] - top);

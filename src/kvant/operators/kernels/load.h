@@ -1,18 +1,18 @@
-// Elements 8 i to 8 i + 7 of one head's key or value, loaded as they are stored and then made floats. `stored` is where
-// that key or value starts.
+// Loads elements 8 i to 8 i + 7 of one head's key or value in stored form, and converts them to floats. `stored` is the
+// start of that key or value.
 // BITS 4 or 8: signed quantized values, two or one in a byte. BITS 0: elements of type C.
 // One load of 32, 64 or 128 bits; two of 128 for float.
 //
-// A quantized value is put into the mantissa of a half of 1,024, its sign bit flipped so that it counts from 0, and what
-// is too much is subtracted. That is exact and takes no conversion of an integer. Of 4 bits the odd elements come out 16
-// times too large, as every second value is left where it lies: kvant_factor belongs to their sums.
+// A quantized value is put into the mantissa of a half of 1,024, with its sign bit flipped so that it counts from 0,
+// and the excess is subtracted. That is exact and takes no integer conversion. At 4 bits the odd elements come out 16
+// times too large, because every second value is not shifted: multiply their sums by kvant_factor.
 
 KVANT_CONSTANT int KVANT_WIDTH = 8;
 
 // The larger of two, or NaN if one is NaN. max() may drop a NaN.
 KVANT_FUNCTION float kvant_larger(float x, float y) { return x >= y || x != x ? x : y; }
 
-// The factor of the sums over element e of all chunks.
+// The factor for sums over element e of all chunks.
 template <int BITS>
 KVANT_FUNCTION float kvant_factor(int e) {
     return BITS == 4 && e % 2 == 1 ? 0.0625f : 1.0f;

@@ -4,8 +4,8 @@
 #define KVANT_THREAD thread
 #define KVANT_CONSTANT constant constexpr
 #define KVANT_BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
-// Before every loop over an array in registers: an index that is known only as it runs puts the array in memory.
-// ROLLED where it is not known how often a loop runs, and copies of it would only take registers.
+// Before every loop over an array in registers: an index that is not constant would put the array in memory.
+// ROLLED is for loops of unknown length, whose copies would only take registers.
 #define KVANT_UNROLL _Pragma("clang loop unroll(full)")
 #define KVANT_ROLLED _Pragma("clang loop unroll(disable)")
 #define KVANT_UNROLL_BY_4 _Pragma("clang loop unroll_count(4)")

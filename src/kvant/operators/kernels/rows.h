@@ -1,23 +1,23 @@
-// Which rows of a sequence are read, and how they are divided into splits: the same in both passes.
+// The rows of a sequence to read, and their division into splits, which is the same in both passes.
 
 KVANT_CONSTANT int KVANT_SPLIT_ROWS = 64;  // of a split; a multiple. A step of a threadgroup divides it, it divides a page
 
-// What does not change from call to call, as the array `settings` holds it.
+// Indices into the array `settings`, whose values do not change from call to call.
 KVANT_CONSTANT int KVANT_CAUSAL = 0, KVANT_WINDOW = 1, KVANT_SPLITS = 2, KVANT_SHARING = 3;
 
-// The exact tail: floats of a sequence's first tokens and of its last ones, in one page of rows. Position p is in row p,
-// behind the first tokens in a ring. kvant/operators/exact_rows.py has the same numbers.
+// The exact tail: floats of a sequence's first and last tokens, in one page of rows. Position p is in row p, and after
+// the first tokens in a ring. kvant/operators/exact_rows.py has the same numbers.
 KVANT_CONSTANT int KVANT_SINKS = 4, KVANT_RING = 124, KVANT_TAIL_WINDOW = 108, KVANT_TAIL_SPLITS = 2;
 
 struct KvantTail {
-    int sinks;  // first tokens that are read
-    int start;  // the first position behind them that has a row
-    int end;  // behind the last new token
+    int sinks;  // number of first tokens to read
+    int start;  // the first position after them that has a row
+    int end;  // the position after the last new token
     int last_row;  // the row of the last new token
     int first_seen;  // the first position that a query of the step sees
-    int first_tail;  // the first one in the tail of one
+    int first_tail;  // the first position in the tail of such a query
 
-    // Of `start` tokens before the new ones.
+    // For `start` tokens before the new ones.
     KVANT_FUNCTION KvantTail of(int sinks, int tail_start, int end, int start, int window) {
         KvantTail tail;
         tail.sinks = sinks;
@@ -30,19 +30,19 @@ struct KvantTail {
     }
 };
 
-// Where the tail begins that the query at a position reads.
+// The start of the tail that the query at a position reads.
 KVANT_FUNCTION int kvant_tail_start(int position, KvantTail tail) {
     return max(position + 1 - KVANT_TAIL_WINDOW, tail.start);
 }
 
-// The position that an exact row holds; the end or behind it: it holds none of this sequence.
+// The position of the token in an exact row; the end or more if the row has no token of this sequence.
 KVANT_FUNCTION int kvant_exact_position(int row, KvantTail tail) {
     const int position = tail.end - 1 - tail.last_row + row - (row > tail.last_row ? KVANT_RING : 0);
     const int in_ring = position < KVANT_SINKS ? tail.end : position;
     return row < KVANT_SINKS ? row : in_ring;
 }
 
-// The position that is read for an exact row: its own where a query of the step sees it, else that of the last new token.
+// The position to read for an exact row: its own if a query of the step sees it, else that of the last new token.
 KVANT_FUNCTION int kvant_position_read(int row, KvantTail tail) {
     const int position = kvant_exact_position(row, tail);
     const bool seen = position >= tail.first_seen && position < tail.end;
@@ -55,12 +55,12 @@ KVANT_FUNCTION int kvant_row_read(int row, KvantTail tail) {
 
 struct KvantRows {
     int low;  // the first row that a query sees
-    int begin;  // where the first split begins, at most low
-    int held;  // behind the last row
+    int begin;  // the first row of the first split, at most low
+    int held;  // the row after the last one
     int split_rows;
     int used;  // splits that have rows
 
-    // Of `start` tokens before the new ones. Row 0 holds position `first`.
+    // For `start` tokens before the new ones. Row 0 has position `first`.
     KVANT_FUNCTION KvantRows of(int start, int new_tokens, int first, int window, int splits) {
         return between(window > 0 ? max(start + 1 - window - first, 0) : 0, start + new_tokens - first, splits);
     }
