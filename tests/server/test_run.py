@@ -278,7 +278,7 @@ def test_a_restarted_server_reads_what_it_had(
 def test_a_folder_for_files_that_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     for options, code, said in (
-        (["--disk-cache", str(tmp_path / "open")], 1, "expected one that its owner alone can open"),
+        (["--disk-cache", str(tmp_path / "open")], 1, "expected one that only its owner can open"),
         (["--disk-cache-size", "1GB"], 2, "expected --disk-cache with it"),
         (
             ["--disk-cache", str(tmp_path / "new"), "--disk-cache-size", "much"],

@@ -187,7 +187,7 @@ class DraftChoice:
             self._count(tokens - self._cost(self._drafted, seconds))
 
     def _cost(self, times: deque[float], seconds: float) -> float:
-        """Return a step's cost in plain steps, by recent ones of its kind; 1.0 for the first, which is slow."""
+        """Return a step's cost in plain steps, by recent ones of its kind; 1.0 for the first, slow one."""
         times.append(seconds)
         return _quartile(times) / _quartile(self._plain) if self._plain and len(times) > 1 else 1.0
 
