@@ -171,10 +171,10 @@ class PoolSequence:
         lacks = self.tail is not None and not self.tail.is_whole(length)
         if can and lacks and self.checkpoints.at(length) is None:
             again = max(0, length - TAIL_WINDOW)
-            checkpoint = self.checkpoints.last_before(length)
-            if checkpoint > again or not self.can_trim_to(again):
-                again = checkpoint
-            length = again if checkpoint or self.can_trim_to(again) else length
+            last = self.checkpoints.last_before(length)
+            if last > again or not self.can_trim_to(again):
+                again = last
+            length = again if last or self.can_trim_to(again) else length
         self.trim_to(length)
         return self.length
 

@@ -237,8 +237,8 @@ def read_model_sampling(
     if vocab_size is not None and options.get("top_k", 0) >= vocab_size:
         options["top_k"] = 0
     if do_sample is False:
-        kept_name = "repetition_penalty"
-        return {name: options[name] for name in options if name == kept_name} | {"temp": 0.0}
+        options = {name: value for name, value in options.items() if name not in NEEDS_TEMP}
+        return options | {"temp": 0.0}
     if do_sample and "temp" not in overridden:
         options.setdefault("temp", 1.0)
     return options

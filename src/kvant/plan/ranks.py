@@ -175,8 +175,8 @@ def deal(layers: int, limits: Sequence[int], used: Callable[[int, int, int], int
             for last in (range(rank + 1, layers - after + 1) if after else [layers])
         }
     bounds = [layers]
-    deal_so_far = best[layers]
-    while deal_so_far[2] is not None:
-        bounds.insert(0, deal_so_far[1])
-        deal_so_far = deal_so_far[2]
+    choice = best[layers]
+    while choice[2] is not None:
+        bounds.insert(0, choice[1])
+        choice = choice[2]
     return [range(*each) for each in pairwise(bounds)]
