@@ -152,7 +152,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     (
         {"messages": [{"role": "tool", "content": "", "tool_call_id": "x"}]},
         "messages[0].tool_call_id",
-        "no call",
+        "no earlier call",
     ),
     ({"messages": [{"role": "tool", "content": ""}]}, "messages[0]", "expected tool_call_id"),
     ({"messages": [{"role": "user", "content": "a " * 40_000}]}, "messages", "room for 512 tokens"),

@@ -255,7 +255,7 @@ def test_what_is_left_out_is_said(server: Running, strict: Running, to: Interfac
     assert 'kvant_ignored_fields_total{name="colours"} ' in server.client.get("/metrics").text
     refused = to.post(strict, tokens=2, **fields)
     assert refused.status_code == 400
-    assert "not known here or cannot be heeded" in refused.json()["error"]["message"]
+    assert "unknown or not supported" in refused.json()["error"]["message"]
 
 
 def test_names_that_are_left_out_are_bounded(

@@ -156,7 +156,7 @@ def test_wrong_methods_and_paths(server: Running) -> None:
     assert server.client.get("/v1/messages").json()["type"] == "error"
     for path, said in (
         ("/chat/completions", "there is no /chat/completions; expected /v1/chat/completions"),
-        ("/api/tags", "Ollama's interface is not spoken here; expected one of /v1/chat/completions, "),
+        ("/api/tags", "Ollama's interface is not supported; expected one of /v1/chat/completions, "),
         ("/v1/rerank", "there is no /v1/rerank; expected one of /v1/chat/completions, "),
     ):
         assert said in server.client.post(path, json={}).json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""A checked request to the engine, and what it generates as it comes: pieces of text, tool calls, ends."""
+"""Submit a checked request to the engine and yield its events: pieces of text, tool calls, ends."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -21,22 +21,22 @@ from kvant.text.prompt import encode_prompt, encode_rendered, render_chat
 from kvant.text.stream import AnswerPart, CallPart, TextStream
 from kvant.text.tokenizer import Tokenizer
 
-LEAST_LOGPROB = -9999.0  # of a token that cannot come: JSON has no infinity. OpenAI's number
-RETRY_AFTER_S = 1  # what a client is told to wait where the queue is full
+LEAST_LOGPROB = -9999.0  # of an impossible token, as at OpenAI: JSON has no infinity
+RETRY_AFTER_S = 1  # for the Retry-After header when the queue is full
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is fed: token ids, and their text where there is one."""
+    """The token ids of a prompt, and their text if there is one."""
 
     text: str
     ids: list[int]
 
 
 async def answer(service: Service, generation: Generation) -> AsyncGenerator[Event, None]:
-    """What is generated, as it comes: first :class:`Begun`, and :class:`End` once for each answer.
+    """Generate, and yield the events: :class:`Begun` first, and :class:`End` once for each answer.
 
-    Closing the iterator, or cancelling whoever waits for it, ends the generation.
+    Closing the iterator, or cancelling its task, ends the generation.
     """
     prompt, request = await asyncio.to_thread(_prepare, service, generation)
     loop = asyncio.get_running_loop()
@@ -55,7 +55,7 @@ async def answer(service: Service, generation: Generation) -> AsyncGenerator[Eve
 
 
 def read_prompt(service: Service, generation: Generation) -> Prompt:
-    """Return the prompt of a request. This waits for the tokenizer's process."""
+    """Return the prompt of a request. This blocks on the tokenizer's process."""
     try:
         if generation.messages is not None:
             variables = {**service.settings.template_variables, **generation.variables}
@@ -77,7 +77,7 @@ def read_prompt(service: Service, generation: Generation) -> Prompt:
 
 
 def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]:
-    """The prompt, and the engine's request."""
+    """Return the prompt and the engine's request."""
     prompt = read_prompt(service, generation)
     tokenizer = service.tokenizer
     vocab_size = service.model.config.vocab_size
@@ -110,9 +110,9 @@ def _prepare(service: Service, generation: Generation) -> tuple[Prompt, Request]
 async def _events(
     service: Service, generation: Generation, prompt: Prompt, request: Request, tokens: "asyncio.Queue[Token]"
 ) -> AsyncGenerator[Event, None]:
-    """The events of a request under way, from the tokens that come."""
+    """Yield the events of a submitted request from its tokens."""
     tokenizer = service.tokenizer
-    # Some tokenizers decode in their own process: whoever waits for that must not be the server's loop.
+    # Some tokenizers decode in a process of their own, which must not block the server's event loop.
     waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
     shown = shown_tools(service, generation)
     numbers = range(generation.answers)
@@ -122,7 +122,7 @@ async def _events(
     while texts:
         token = await tokens.get()
         if (text := texts.get(token.answer)) is None:
-            continue  # it ended before its last token came
+            continue  # its answer ended before this token arrived
         if token.error is not None:
             if not isinstance(token.error, KvantError):
                 raise token.error
@@ -167,15 +167,13 @@ def _text(
 
 
 def busy(error: QueueFullError) -> ApiError:
-    """What a client is told whose request has no place to wait."""
+    """Return the error for a client whose request has no place in the queue."""
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(str(error), status=429, code="rate_limit_exceeded", headers=headers)
 
 
 def failure(error: Exception, field: str) -> ApiError:
-    """What a client is told of an error that it, or the server's state, is to blame for; ``field``: of the
-    body.
-    """
+    """Convert an error that the client or the server's state has caused; ``field``: of the body."""
     said = str(error)
     match error:
         case ArgumentError():
@@ -183,7 +181,7 @@ def failure(error: Exception, field: str) -> ApiError:
         case QueueFullError():
             return busy(error)
         case EngineError():
-            # what by is for the log alone
+            # only the log has the cause
             failed = "the engine failed; the server's log has the kind of the error"
             return ApiError(said if error.__cause__ is None else failed, status=503)
         case GrammarError():
@@ -196,36 +194,36 @@ def failure(error: Exception, field: str) -> ApiError:
 
 
 class AnswerText:
-    """The events of one answer: its text and calls, numbered, with the log-probabilities of their tokens."""
+    """Converts the tokens of one answer to events: text and calls, with log-probabilities."""
 
     def __init__(
         self, number: int, tokenizer: Tokenizer, splitter: AnswerParts, stop: Sequence[str], *, logprobs: bool
     ) -> None:
-        """For answer ``number`` of a request."""
+        """``number`` is the answer's index in its request."""
         self.tokens = 0  # so far
         self.calls = 0
-        self.thinking_tokens = 0  # those before the answer itself, if the model thought
+        self.thinking_tokens = 0  # up to the end of the thinking, if any
         self._number = number
-        self._prompt = 0  # characters of the prompt if the text begins with it, else 0
+        self._prompt = 0  # characters of the prompt if the text begins with it
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, stop, splitter)
         self._logprobs = logprobs
-        # Tokens whose text is not out yet. Marks, and what is held back, come between a token and its text.
+        # Tokens whose text is not emitted yet: marks and withheld text come between a token and its text.
         self._pending: list[TokenLogprob] = []
-        # Bytes of the first of them whose text is out: a token may end one character and begin the next.
+        # Emitted bytes of the first pending token, which may end one character and begin the next.
         self._written = 0
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended it."""
+        """The stop string that ended the answer."""
         return self._text.stop
 
     def take(self, token: Token) -> list[Text | Call]:
-        """The next token, and after the last one what was held back."""
+        """Return the events of the next token; the last token also releases withheld text."""
         assert token.token is not None
         self.tokens += 1
         parts: list[AnswerPart] = []
-        if token.finish_reason != "stop":  # an end of text is no part of it
+        if token.finish_reason != "stop":  # an end-of-text token has no text
             if self._logprobs:
                 assert token.logprob is not None
                 entry = self._token_logprob(token.token, token.logprob, token.top_logprobs)
@@ -238,12 +236,12 @@ class AnswerText:
         return [self._event(part) for part in parts]
 
     def read(self, prompt: Prompt, others: Sequence[tuple[int, float, Any]]) -> list[TokenLogprob]:
-        """Begin the text with a prompt; return the prompt's tokens if log-probabilities are wanted.
+        """Begin the text with a prompt. Return its tokens if log-probabilities are requested.
 
         Args:
-            prompt: that the text begins with.
-            others: every token but the first, which has no log-probability, with its own and the most
-                probable ones.
+            prompt: the beginning of the text.
+            others: all tokens after the first, which has no log-probability: the token, its log-probability
+                and the most probable tokens.
         """
         self._prompt = len(prompt.text)
         if not self._logprobs:
@@ -254,7 +252,7 @@ class AnswerText:
             places.append(len(detokenizer.text))
             detokenizer.add_token(token)
         detokenizer.finalize()
-        # What the tokens say may begin before the text: with a start token, or a space before the first word.
+        # The decoded tokens may begin before the text, with a start token or a space before the first word.
         start = max(0, detokenizer.text.find(prompt.text))
         logprobs = [
             self._token_logprob(prompt.ids[0], None),
@@ -276,7 +274,7 @@ class AnswerText:
         return Text(self._number, part.text, part.thinking, logprobs, self.tokens)
 
     def _pending_of(self, text: str) -> list[TokenLogprob]:
-        """The pending tokens that a piece of text was made of. Those before it were marks."""
+        """Return the pending tokens of a piece of text. Tokens before it were marks."""
         tokens = self._pending
         self._pending = []
         content = text.encode("utf-8", "replace")
@@ -288,7 +286,7 @@ class AnswerText:
         at = next((place for place in starts if written.startswith(content, place)), -1)
         if at < 0:
             at = written.find(content, first)
-        if at < 0:  # not the tokens' own bytes, such as marks of what is no character
+        if at < 0:  # not the tokens' bytes, such as replacement characters
             return tokens
         last = at + len(content)
         spans = list(zip(tokens, places, places[1:], strict=False))

@@ -1,7 +1,6 @@
-"""Anthropic's /v1/messages and /v1/messages/count_tokens (docs.claude.com), as far as this server follows
-them.
+"""The supported parts of Anthropic's /v1/messages and /v1/messages/count_tokens (docs.claude.com).
 
-Fields that are not here are left out, and said.
+Fields that are not declared here are ignored and reported, see :class:`kvant.server.left_out.LeftOut`.
 """
 
 import asyncio
@@ -50,9 +49,9 @@ CHOICES: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 BILLING = "x-anthropic-billing-header:"
 KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
-REFERENCE = "tool_reference"  # the type of a part of a result that names a tool which a search found
+REFERENCE = "tool_reference"  # type of a block in a result; it names a tool that a search returned
 EXPECTED = "text, a document of plain text, thinking, tool_use or tool_result"
-# changes nothing: every prompt's beginning is shared with those that follow
+# has no effect: prefixes of all prompts are cached
 CacheControl = dict[str, Any] | None
 
 
@@ -64,7 +63,7 @@ class TextBlock(Fields, frozen=True):
 
 
 class DocumentBlock(Fields, frozen=True):
-    """A document; one of plain text is read."""
+    """A document. Only plain text is supported."""
 
     type: Literal["document"]
     source: dict[str, Any]
@@ -75,7 +74,7 @@ class DocumentBlock(Fields, frozen=True):
 
     @property
     def text(self) -> str | None:
-        """Its title, context and text; None: it is no plain text."""
+        """Title, context and text, or None if the document is not plain text."""
         text = self.source.get("data")
         if self.source.get("type") != "text" or not isinstance(text, str):
             return None
@@ -126,9 +125,9 @@ class ToolBody(Fields, frozen=True, kw_only=True):
     description: str = ""
     input_schema: dict[str, Any]
     strict: bool = False
-    defer_loading: bool = False  # takes effect if a result refers to the tool
+    defer_loading: bool = False  # has an effect only if a result refers to the tool
     cache_control: CacheControl = None
-    eager_input_streaming: bool | None = None  # in which pieces a call comes
+    eager_input_streaming: bool | None = None  # would set the pieces that a call is streamed in
 
 
 class ToolChoiceBody(Fields, frozen=True):
@@ -161,9 +160,7 @@ class OutputConfig(Fields, frozen=True):
 
 
 class ContextManagement(Fields, frozen=True):
-    """Edits of the conversation before it is fed: only the one that leaves it as it is; others are left
-    out.
-    """
+    """Edits of the conversation. Only the one that keeps all thinking is accepted; others are ignored."""
 
     edits: list[dict[str, Any]] | None = None
 
@@ -173,7 +170,7 @@ class Metadata(Fields, frozen=True):
 
 
 class Conversation(Fields, frozen=True, kw_only=True):
-    """What is common to a message and to counting its tokens."""
+    """The fields that /v1/messages and /v1/messages/count_tokens share."""
 
     model: str
     messages: list[Message]
@@ -182,7 +179,7 @@ class Conversation(Fields, frozen=True, kw_only=True):
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingOn | ThinkingOff | ThinkingAdaptive | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the name of output_config.format while it was in beta
+    output_format: OutputFormat | None = None  # output_config.format under its name in the beta
     context_management: ContextManagement | None = None
     cache_control: CacheControl = None
     thread: dict[str, Any] | None = None
@@ -203,7 +200,7 @@ class MessagesBody(Conversation, frozen=True, kw_only=True):
 
 
 def messages_generation(body: MessagesBody, service: Service, left_out: LeftOut) -> Generation:
-    """What a body of /v1/messages asks for."""
+    """Return the generation that a body of /v1/messages requests."""
     if body.temperature is not None:
         check_range("temperature", body.temperature, 0, 1)
     sampling = sampling_options(
@@ -230,10 +227,10 @@ def messages_generation(body: MessagesBody, service: Service, left_out: LeftOut)
 
 
 def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Generation:
-    """The prompt that a body asks for: messages, tools, a format and the template's variables."""
-    if body.thread is not None:  # with this code Anthropic's clients go on without one
+    """Return a generation with the body's messages, tools, format and template variables."""
+    if body.thread is not None:  # this code makes Anthropic's clients continue without a thread
         raise ApiError(
-            "thread is given; this server stores nothing: send the whole conversation without it",
+            "thread is set, but this server stores nothing; send the whole conversation without it",
             param="thread",
             code="thread_unsupported_request",
         )
@@ -244,7 +241,7 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
     tools = _tools(body, left_out)
     choice = body.tool_choice or ToolChoiceBody("auto")
     if (choice.type == "tool") is not (choice.name is not None):
-        raise ApiError('tool_choice.name goes with the type "tool", and only there', param="tool_choice.name")
+        raise ApiError('tool_choice.name is expected with the type "tool" only', param="tool_choice.name")
     if choice.type in ("any", "tool") and not tools:
         raise ApiError(f"tool_choice is {choice.type!r}; expected tools with it", param="tool_choice")
     named = None if choice.name is None else tool_named(tools, choice.name, "tool_choice.name")
@@ -259,11 +256,11 @@ def conversation(body: Conversation, service: Service, left_out: LeftOut) -> Gen
 
 
 def _tools(body: Conversation, left_out: LeftOut) -> tuple[Tool, ...]:
-    """Return the tools. One is deferred only if a result refers to it, which then shows it to the model."""
-    found = _referred_names(body)
+    """Return the tools. Only a tool that a result refers to is deferred: the result shows it to the model."""
+    shown_names = _referred_names(body)
     made: dict[str, Tool] = {}
     for at, each in known_of(body.tools, {"custom": ToolBody}, "tools", left_out, "custom"):
-        deferred = each.defer_loading and each.name in found
+        deferred = each.defer_loading and each.name in shown_names
         if each.defer_loading and not deferred:
             left_out.add(f"{at}.defer_loading")
         tool = Tool(each.name, each.description, each.input_schema, each.strict, deferred=deferred)
@@ -276,62 +273,59 @@ def _referred_names(body: Conversation) -> set[str]:
     names: set[str] = set()
     for message in body.messages:
         for block in _objects(message.content):
-            for part in _objects(block.get("content")):
-                if part.get("type") == REFERENCE:
-                    names.add(str(part.get("tool_name")))
+            for child in _objects(block.get("content")):
+                if child.get("type") == REFERENCE:
+                    names.add(str(child.get("tool_name")))
     return names
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
-    """Return the JSON objects in a list; none if the value is no list."""
+    """Return the JSON objects in a list, or an empty list if the value is not a list."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def shows_thinking(body: MessagesBody) -> bool:
-    """Whether the client wants the text of the thinking."""
+    """Return whether the client asked for the text of the thinking."""
     return not (
         isinstance(body.thinking, ThinkingOn | ThinkingAdaptive) and body.thinking.display == "omitted"
     )
 
 
 def _format(body: Conversation) -> Format | None:
-    given = (body.output_config or OutputConfig()).format
-    if given is not None and body.output_format is not None:
+    form = (body.output_config or OutputConfig()).format
+    if form is not None and body.output_format is not None:
         raise ApiError(
-            "output_config.format and output_format are given; expected one of them", param="output_format"
+            "output_config.format and output_format are both set; expected one of them", param="output_format"
         )
-    given = given or body.output_format
-    return None if given is None else Format("json_schema", given.schema)
+    form = form or body.output_format
+    return None if form is None else Format("json_schema", form.schema)
 
 
 def _variables(body: Conversation, tokenizer: Tokenizer, left_out: LeftOut) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     # with "adaptive" the model decides, as its template does
     if isinstance(body.thinking, ThinkingOn | ThinkingOff):
-        found |= switched(tokenizer, isinstance(body.thinking, ThinkingOn), "thinking", left_out)
+        variables |= switched(tokenizer, isinstance(body.thinking, ThinkingOn), "thinking", left_out)
     effort = (body.output_config or OutputConfig()).effort
-    return found | with_effort(tokenizer, effort, "output_config.effort", left_out)
+    return variables | with_effort(tokenizer, effort, "output_config.effort", left_out)
 
 
 def _messages(body: Conversation, tools: Sequence[Tool], left_out: LeftOut) -> list[dict[str, Any]]:
-    """The system prompt and the turns. Messages of one role that follow one another are one turn, as at
-    Anthropic.
-    """
+    """Return the system prompt and the turns. As at Anthropic, adjacent messages of a role are one turn."""
     if not body.messages:
         raise ApiError("messages is empty; expected at least one", param="messages")
     if body.messages[-1].role == "assistant":
         raise ApiError(
-            "messages ends with one of the assistant; expected the user's: an answer cannot be begun by the "
-            "client",
+            "the last of messages is the assistant's; expected the user's: the client cannot begin an answer",
             param="messages",
         )
     turns = Turns()
-    unseen = {tool.name: tool for tool in tools}  # tools that no result has shown to the model yet
+    unseen = {tool.name: tool for tool in tools}  # tools that no result has shown to the model so far
     if body.system:
         for at, text in enumerate(
             [body.system] if isinstance(body.system, str) else [b.text for b in body.system]
         ):
-            if text.startswith(BILLING):  # it differs between sessions: they would share no beginning
+            if text.startswith(BILLING):  # it differs between sessions, which would prevent a shared prefix
                 left_out.add(f"system[{at}]", BILLING)
             else:
                 turns.add_text("system", text)
@@ -340,7 +334,7 @@ def _messages(body: Conversation, tools: Sequence[Tool], left_out: LeftOut) -> l
             turns.add_text(message.role, message.content)
             continue
         for place, block in typed(message.content, BLOCKS, f"messages[{at}].content", left_out):
-            # of a server's own tools; redacted
+            # blocks of Anthropic's own tools, and redacted thinking
             if isinstance(block, str) and block and message.role == "assistant":
                 left_out.add(place, block)
             elif isinstance(block, str):
@@ -361,8 +355,8 @@ def _add(
     match block, role:
         case DocumentBlock(text=None), _:
             kind = str(block.source.get("media_type") or block.source.get("type"))
-            said = f"{place}.source is {kind[:80]!r}; expected a text of the type text/plain"
-            raise ApiError(said, param=f"{place}.source")
+            message = f"{place}.source is {kind[:80]!r}; expected a text of the type text/plain"
+            raise ApiError(message, param=f"{place}.source")
         case TextBlock() | DocumentBlock(), _:
             turns.add_text(role, block.text or "")
         case ThinkingBlock(thinking="", signature=signature), "assistant":
@@ -376,36 +370,34 @@ def _add(
             turns.add_result(block.tool_use_id, result, f"{place}.tool_use_id")
         case _:
             raise ApiError(
-                f"{place} is of the type {block.type!r}; it is no block of the {role}", param=place
+                f"{place} has the type {block.type!r}, which the role {role!r} cannot have", param=place
             )
 
 
 def _result(block: ToolResultBlock, place: str, unseen: dict[str, Tool], left_out: LeftOut) -> str:
-    """The text of a tool's result. That it is an error has to be said in the text: templates know no mark
-    of it.
-    """
+    """Return the text of a tool's result. Templates have no field for an error, so the text says it."""
     content = block.content
     if isinstance(content, list):
-        content = [_referred(part, unseen) for part in content]
+        content = [_referred(each, unseen) for each in content]
     text = text_of(content, TEXTS, f"{place}.content", left_out, notes=True)
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
-def _referred(part: Any, unseen: dict[str, Tool]) -> Any:
-    """Return a part of a result; the first reference to a tool becomes text that describes the tool."""
-    if not isinstance(part, dict) or part.get("type") != REFERENCE:
-        return part
-    name = str(part.get("tool_name"))
+def _referred(content: Any, unseen: dict[str, Tool]) -> Any:
+    """Return a block of a result; the first reference to a tool becomes text that describes the tool."""
+    if not isinstance(content, dict) or content.get("type") != REFERENCE:
+        return content
+    name = str(content.get("tool_name"))
     tool = unseen.pop(name, None)
-    known = f"[the tool {name[:80]} was shown before, or is none of this request]"
+    known = f"[the tool {name[:80]} was shown before, or is not part of this request]"
     return {"type": "text", "text": known if tool is None else described([tool])}
 
 
 class MessageStream(Encoder):
-    """Turns what comes of a generation into events of Anthropic's stream, in its order.
+    """Encode events in the order of Anthropic's stream.
 
     message_start, then for each block content_block_start, content_block_delta, content_block_stop, then
-    message_delta and message_stop. A text, a thinking or a tool call is one block.
+    message_delta and message_stop. A block is a text, a thinking or a tool call.
     """
 
     def __init__(self, name: str, *, shows_thinking: bool = True) -> None:
@@ -420,13 +412,13 @@ class MessageStream(Encoder):
             "usage": {},
         }
         self._shows_thinking = shows_thinking
-        self._pieces: list[str] = []  # of the open block
+        self._pieces: list[str] = []  # text of the open block
         self._open = ""  # its type
 
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
         self._message["usage"] = {
             "input_tokens": event.prompt_tokens,
-            "cache_read_input_tokens": 0,  # how many is known at the end
+            "cache_read_input_tokens": 0,  # known at the end
             "cache_creation_input_tokens": 0,
             "output_tokens": 0,
         }
@@ -478,7 +470,7 @@ class MessageStream(Encoder):
         return self._of_block("start", content_block=block)
 
     def _of_block(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the last block."""
+        """Return an event about the last block."""
         return {"type": f"content_block_{kind}", "index": len(self._message["content"]) - 1, **fields}
 
     def _close(self) -> Iterator[dict[str, Any]]:
@@ -493,8 +485,7 @@ class MessageStream(Encoder):
         if kind == "text":
             block["text"] = text
         else:
-            # Clients send a block back only with a signature. Where they were not given the thinking, it is
-            # in there.
+            # Clients send a block back only with a signature. It has the thinking if they were not shown it.
             block["thinking"] = text if self._shows_thinking else ""
             block["signature"] = opaque("" if self._shows_thinking else text)
             yield self._of_block("delta", delta={"type": "signature_delta", "signature": block["signature"]})
@@ -503,15 +494,13 @@ class MessageStream(Encoder):
 
 MESSAGES = Dialect(
     MessagesBody,
-    lambda *given: [messages_generation(*given)],
+    lambda *arguments: [messages_generation(*arguments)],
     lambda name, body, generations, service: MessageStream(name, shows_thinking=shows_thinking(body)),
 )
 
 
 async def count_tokens(request: Request) -> JSONResponse:
-    """Count the tokens of a conversation as it would be fed: system prompt, tools and the template's own
-    text.
-    """
+    """Count the tokens of a conversation as rendered: system prompt, tools and the template's own text."""
     registry: Registry = request.app.state.registry
     left_out: LeftOut = request.state.left_out
     async with await BodyReader.of(request) as reader:

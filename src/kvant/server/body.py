@@ -1,4 +1,4 @@
-"""A request's body as a typed structure: what is wrong in it is a 400 that names the field."""
+"""Decode a request's body into a typed structure. A fault is a 400 that names the field."""
 
 import math
 import re
@@ -23,68 +23,66 @@ MAX_STOP_LENGTH = 256  # characters
 MAX_TOKENS = 1024  # in logit_bias, and in stop_token_ids
 MAX_TOOLS = 1024  # agents with many servers of tools have more than OpenAI's 128
 MAX_PROMPTS = 128  # OpenAI's
-ALL_TOKENS = 2**30  # more than a context has
-WITHOUT_EFFECT = (*NEEDS_TEMP, "xtc_threshold")  # at temperature 0, where they have no effect
+ALL_TOKENS = 2**30  # more than any context has
+WITHOUT_EFFECT = (*NEEDS_TEMP, "xtc_threshold")  # options without effect at temperature 0
 
 
 class Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Base of all bodies: a field that is not declared is left out, or refused by name."""
+    """Base of all bodies. An undeclared field is ignored, or refused by name."""
 
 
 def decode(body: bytes, kind: type[T], left_out: LeftOut | None = None, tokens: float = math.inf) -> T:
-    """Return a JSON body as ``kind``.
+    """Decode a JSON body as ``kind``.
 
     Args:
         body: JSON text.
         kind: a :class:`Fields`.
-        left_out: collects the names of unknown fields; without it they are refused.
-        tokens: the most tokens that a prompt may have.
+        left_out: collects the names of unknown fields. None: they are refused.
+        tokens: the maximum number of tokens of a prompt.
 
     Raises:
-        ApiError: the body is not JSON, nested too deeply, too long in one of its lists, or not of this kind.
+        ApiError: the body is not JSON, is nested too deeply, has a list that is too long, or is no ``kind``.
     """
     try:
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(str(error)) from error
-    check_depth(found)
-    if isinstance(found, dict):
-        _check_counts(found, tokens)
-    return converted(found, kind, LeftOut(strict=True) if left_out is None else left_out)
+    check_depth(value)
+    if isinstance(value, dict):
+        _check_counts(value, tokens)
+    return converted(value, kind, LeftOut(strict=True) if left_out is None else left_out)
 
 
 def _check_counts(body: Mapping[str, Any], tokens: float) -> None:
-    """Refuse lists that are too long whatever they contain, before their entries are converted one by one.
+    """Refuse lists that are too long before their entries are converted one by one.
 
     Every message, and every part of a message, takes at least one token.
     """
     lists = {name: value for name, value in body.items() if isinstance(value, list)}
     tools = lists.get("tools", [])
-    if (count := max(len(tools), _inner(tools, "tools"))) > MAX_TOOLS:  # a namespace has tools of its own
+    if (count := max(len(tools), _inner(tools, "tools"))) > MAX_TOOLS:  # a namespace contains tools
         raise ApiError(f"tools has {count}; expected at most {MAX_TOOLS}", param="tools")
     if (count := sum(type(each) is not int for each in lists.get("prompt", ()))) > MAX_PROMPTS:
         raise ApiError(f"prompt has {count} prompts; expected 1 to {MAX_PROMPTS}", param="prompt")
     for field in ("messages", "input", "system"):
-        given = lists.get(field, [])
-        parts = _inner(given, "content", "output", "summary", "tool_calls")
-        for count, what in ((len(given), "entries"), (parts, "parts")):
+        entries = lists.get(field, [])
+        parts = _inner(entries, "content", "output", "summary", "tool_calls")
+        for count, what in ((len(entries), "entries"), (parts, "parts")):
             if count > tokens:
-                said = f"{field} has {count} {what}; there is room for {tokens} tokens, the answer's included"
-                raise ApiError(said, param=field, code="context_length_exceeded")
+                message = f"{field} has {count} {what}; there is room for {tokens} tokens with the answer's"
+                raise ApiError(message, param=field, code="context_length_exceeded")
 
 
 def _inner(entries: Iterable[Any], *names: str) -> int:
-    """Return the number of entries in all lists that the entries have under these names."""
-    found = (entry.get(name) for entry in entries if isinstance(entry, dict) for name in names)
-    return sum(len(value) for value in found if isinstance(value, list))
+    """Return the total length of the lists that the entries have under these names."""
+    values = (entry.get(name) for entry in entries if isinstance(entry, dict) for name in names)
+    return sum(len(value) for value in values if isinstance(value, list))
 
 
 def typed(
     values: Iterable[Any], kinds: Mapping[str, type[T]], place: str, left_out: LeftOut, default: str = ""
 ) -> Iterator[tuple[str, T | str]]:
-    """Where each object of a list is, and it as the type that its ``type`` says; the type's name if it is
-    not known.
-    """
+    """Yield each object's place and the object converted by its ``type``, or the type's name if unknown."""
     for number, value in enumerate(values):
         at = f"{place}[{number}]"
         kind = value.get("type") or default if isinstance(value, dict) else default
@@ -99,29 +97,27 @@ def known_of(
     left_out: LeftOut,
     default: str = "",
 ) -> list[tuple[str, T]]:
-    """Those of :func:`typed` whose types are known. Others are left out; one without a type or default is
-    refused.
-    """
-    found: list[tuple[str, T]] = []
+    """Return those of :func:`typed` with a known type; ignore others, and refuse those without a type."""
+    items: list[tuple[str, T]] = []
     for at, value in typed(values or (), kinds, place, left_out, default):
         if value == "":
             raise ApiError(f"{at} has no type; expected {' or '.join(kinds)}", param=f"{at}.type")
         if isinstance(value, str):
             left_out.add(at, value)
         else:
-            found.append((at, value))
-    return found
+            items.append((at, value))
+    return items
 
 
 def converted(value: Any, kind: type[T], left_out: LeftOut, at: str = "") -> T:
-    """Decoded JSON as ``kind``. ``at``: where it is in the body."""
+    """Convert decoded JSON to ``kind``. ``at`` is its place in the body, for errors."""
     try:
         return msgspec.convert(known(value, kind, at, left_out), kind, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         text = str(error)
         field = re.search(r"(?:unknown|required) field `([^`]*)`", text)
         place = re.search(r"(?:- at|in) `\$\.?([^`]*)`", text)
-        names = [at, *(found[1] for found in (place, field) if found)]
+        names = [at, *(match[1] for match in (place, field) if match)]
         if place and text.startswith("Invalid") and (values := allowed(kind, place[1])):
             text += f"; expected {' or '.join(msgspec.json.encode(value).decode() for value in values)}"
         param = ".".join(filter(None, names)).replace(".[", "[")
@@ -129,16 +125,16 @@ def converted(value: Any, kind: type[T], left_out: LeftOut, at: str = "") -> T:
 
 
 def allowed(kind: type, place: str) -> list[Any]:
-    """The values that a field may have whose values are named.
+    """Return the values that a field may have, if its type lists them.
 
     Args:
-        kind: of the body.
-        place: of the field in it, as msgspec writes it: ``tools[0].type``.
+        kind: the type of the body.
+        place: the field's place in it as msgspec writes it: ``tools[0].type``.
     """
     values: list[Any] = []
     at = _kinds(inspect.type_info(kind))
     steps = re.findall(r"[^.\[\]]+|\[", place.replace("[...]", "[0]"))
-    steps = [step for step in steps if not step.isdecimal()]  # of an array all items are of one kind
+    steps = [step for step in steps if not step.isdecimal()]  # all items of an array have one type
     for number, step in enumerate(steps, 1):
         if step == "[":
             at = [
@@ -159,17 +155,17 @@ def allowed(kind: type, place: str) -> list[Any]:
 
 
 def _kinds(node: inspect.Type) -> list[inspect.Type]:
-    """A type, or those of a union, without what is said of them."""
+    """Return a type, or the types of a union, without their metadata."""
     return [each.type if isinstance(each, inspect.Metadata) else each for each in kinds(node)]
 
 
-def check_depth(found: object) -> None:
-    """Refuse JSON that is nested deeper than MAX_DEPTH, before anything walks it by recursion.
+def check_depth(value: object) -> None:
+    """Refuse JSON that is nested deeper than MAX_DEPTH, before any code recurses into it.
 
-    It is looked at level by level, and only where it has objects and arrays: their number is bounded before,
-    by :class:`kvant.server.security.Bodies`.
+    The walk is level by level and skips scalars. :class:`kvant.server.security.Bodies` has bounded the number
+    of objects and arrays.
     """
-    level: list[Any] = [[found]]
+    level: list[Any] = [[value]]
     for _ in range(MAX_DEPTH + 1):
         nodes = (node.values() if isinstance(node, dict) else node for node in level)
         level = [child for children in nodes for child in children if type(child) not in FLAT]
@@ -178,12 +174,12 @@ def check_depth(found: object) -> None:
     raise ApiError(f"the body's JSON is nested deeper than {MAX_DEPTH} levels")
 
 
-# kvant's own field: a value that is not named is refused, as an option of the command is.
+# kvant's field: an unknown value is refused, as the command refuses one.
 DraftField = Annotated[ServedSource, msgspec.Meta(title="draft")] | None
 
 
 class SamplingFields(Fields, frozen=True, kw_only=True):
-    """Fields of a body; null is a field that was not given."""
+    """The sampling fields of a body. A null field counts as absent."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -199,30 +195,30 @@ class SamplingFields(Fields, frozen=True, kw_only=True):
     seed: int | None = None
 
 
-def sampling_options(given: SamplingFields) -> SamplingOptions:
-    """The options that a body asks for.
+def sampling_options(fields: SamplingFields) -> SamplingOptions:
+    """Return the options that a body requests.
 
-    At temperature 0 the fields that only choose between tokens are left out: they cannot change an answer.
+    At temperature 0, options that only affect random choices are checked and dropped: they have no effect.
     """
     options: dict[str, Any] = {}
-    if (temperature := given.temperature) is not None:
+    if (temperature := fields.temperature) is not None:
         check_range("temperature", temperature, 0, 2)
         options["temp"] = temperature if temperature >= MIN_TEMP else 0.0
-    if (top_p := given.top_p) is not None:
+    if (top_p := fields.top_p) is not None:
         check_range("top_p", top_p, 0, 1)
-        options |= {"top_p": top_p} if top_p else {"top_k": 1}  # the engine's 0 would be off
+        options |= {"top_p": top_p} if top_p else {"top_k": 1}  # 0 would disable the engine's top_p
     for name in ("presence", "frequency"):
-        if penalty := getattr(given, f"{name}_penalty"):
+        if penalty := getattr(fields, f"{name}_penalty"):
             check_range(f"{name}_penalty", penalty, -2, 2)
             options |= {f"{name}_penalty": penalty, f"{name}_context_size": ALL_TOKENS}
-    bias = given.logit_bias or {}
+    bias = fields.logit_bias or {}
     if len(bias) > MAX_TOKENS:
         message = f"logit_bias has {len(bias)} tokens; expected at most {MAX_TOKENS}"
         raise ApiError(message, param="logit_bias")
     for token, value in bias.items():
         check_range(f"logit_bias.{token}", value, -100, 100)
     options["logit_bias"] = bias
-    if (seed := given.seed) is not None:
+    if (seed := fields.seed) is not None:
         check_range("seed", seed, -(2**63), 2**64 - 1)
         options["seed"] = seed % 2**64
     for name in (
@@ -232,14 +228,14 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
         "xtc_probability",
         "xtc_threshold",
     ):
-        if (value := getattr(given, name)) is not None:
+        if (value := getattr(fields, name)) is not None:
             options[name] = value
-    if given.top_k is not None and "top_k" not in options:
-        options["top_k"] = given.top_k
+    if fields.top_k is not None and "top_k" not in options:
+        options["top_k"] = fields.top_k
     try:
         if options.get("temp") == 0:
             idle = {name: value for name, value in options.items() if name in WITHOUT_EFFECT}
-            SamplingOptions(**idle)  # their ranges
+            SamplingOptions(**idle)  # checks their ranges
             options = {name: value for name, value in options.items() if name not in idle}
         return SamplingOptions(**options)
     except ArgumentError as error:
@@ -247,7 +243,7 @@ def sampling_options(given: SamplingFields) -> SamplingOptions:
 
 
 def refused(error: ArgumentError) -> ApiError:
-    """The engine's complaint, in OpenAI's names."""
+    """Return the engine's error with OpenAI's names of the arguments."""
     names = {"temp": "temperature"}
     return ApiError(
         error.worded(lambda name: names.get(name, name)), param=names.get(error.argument, error.argument)
@@ -255,25 +251,25 @@ def refused(error: ArgumentError) -> ApiError:
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
-    """Refuse a number outside a range, both ends of which are in it."""
+    """Refuse a number outside ``least`` to ``most``, both included."""
     if not least <= value <= most:
         raise ApiError(f"{name} is {value}; expected {least} to {most}", param=name)
 
 
-def max_tokens(given: int | None, name: str = "max_tokens") -> int | None:
-    """The tokens of an answer; None: as many as there is room for."""
-    if given is not None and given < 1 and given != -1:
-        raise ApiError(f"{name} is {given}; expected at least 1", param=name)
-    return None if given == -1 else given  # -1 is LM Studio's word, and others', for no limit
+def max_tokens(value: int | None, name: str = "max_tokens") -> int | None:
+    """Return the maximum tokens of an answer, or None if only the context limits them."""
+    if value is not None and value < 1 and value != -1:
+        raise ApiError(f"{name} is {value}; expected at least 1", param=name)
+    return None if value == -1 else value  # LM Studio and others send -1 for no limit
 
 
-def stops(given: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
-    """The texts that end an answer."""
-    found = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(found) > MAX_STOPS:
-        raise ApiError(f"{name} has {len(found)} texts; expected at most {MAX_STOPS}", param=name)
-    for text in found:
+def stops(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """Return the checked texts that end an answer."""
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    if len(texts) > MAX_STOPS:
+        raise ApiError(f"{name} has {len(texts)} texts; expected at most {MAX_STOPS}", param=name)
+    for text in texts:
         if not 1 <= len(text) <= MAX_STOP_LENGTH:
             expected = f"expected 1 to {MAX_STOP_LENGTH}"
             raise ApiError(f"{name} has a text of {len(text)} characters; {expected}", param=name)
-    return found
+    return texts

@@ -1,4 +1,4 @@
-"""The grammar that a request's answers have to follow, compiled when it is the request's turn."""
+"""Compile the grammar that a request's answers must follow, one request at a time."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,33 +13,33 @@ from kvant.text.grammar_source import Kind, Source, unknown_formats
 
 
 async def grammar_of(service: Service, generation: Generation, prompt: str) -> Grammar | None:
-    """Return the grammar that a request's answers follow, or None if they are free.
+    """Return the grammar that a request's answers must follow, or None if there is none.
 
-    A grammar that was compiled recently for the same salt is returned without waiting for a turn.
+    A grammar that was compiled recently for the same salt is returned at once.
 
     Args:
         service: compiles it, one grammar at a time.
-        generation: what the request asks for.
-        prompt: the rendered prompt, or the text that is continued.
+        generation: the request.
+        prompt: the rendered chat, or the text to continue.
 
     Raises:
-        ApiError: ``ignore_eos`` is given beside a format.
+        ApiError: ``ignore_eos`` is combined with a format.
         GrammarError: the grammar cannot be compiled.
-        QueueFullError: as many requests wait as may.
+        QueueFullError: the maximum number of requests is waiting.
     """
     if generation.format is None and not _bound_tools(generation):
         return None
     kind, document = await asyncio.to_thread(_document, service, generation, prompt)
-    if (found := service.grammars.compiled(document, generation.salt)) is not None:
-        return found
+    if (compiled := service.grammars.compiled(document, generation.salt)) is not None:
+        return compiled
     client = (generation.salt, generation.client)
     room = service.settings.max_queue - service.engine.counts.waiting
-    work = service.grammars.compile_document
-    return await service.compiling.run(client, len(document), room, work, kind, document, generation.salt)
+    build = service.grammars.compile_document
+    return await service.compiling.run(client, len(document), room, build, kind, document, generation.salt)
 
 
 def unheld_formats(generation: Generation) -> set[str]:
-    """Return the ``format`` names in the schemas of an answer that no grammar enforces."""
+    """Return the ``format`` names in an answer's schemas that the grammar does not enforce."""
     schemas: list[object] = [tool.parameters for tool in _bound_tools(generation)]
     if generation.format is not None and generation.format.kind == "json_schema":
         schemas.append(generation.format.source)
@@ -54,7 +54,7 @@ def _callable_tools(generation: Generation) -> Sequence[Tool]:
 
 
 def _bound_tools(generation: Generation) -> list[Tool]:
-    """Return the tools whose calls have to satisfy their schemas."""
+    """Return the tools whose calls must satisfy their schemas."""
     all_are = generation.tool_choice != "auto" or generation.format is not None
     return [tool for tool in _callable_tools(generation) if tool.strict or all_are]
 
@@ -62,7 +62,7 @@ def _bound_tools(generation: Generation) -> list[Tool]:
 def _document(service: Service, generation: Generation, prompt: str) -> tuple[Kind, str]:
     """Return the kind of the grammar and its document."""
     if generation.ignore_eos:
-        message = "ignore_eos is true; expected false where a format says how the text ends"
+        message = "ignore_eos is true; expected false with a format, which determines where the text ends"
         raise ApiError(message, param="ignore_eos")
     rendered = None if generation.messages is None else prompt
     tools = _callable_tools(generation)

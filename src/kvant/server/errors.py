@@ -1,4 +1,4 @@
-"""What a client did wrong, or the server cannot do now, in the shape that each interface gives errors."""
+"""Errors for clients, in the shape of each interface, and what the log has of their causes."""
 
 import logging
 import traceback
@@ -8,7 +8,7 @@ from typing import Any
 
 from kvant.errors import EngineError, printable
 
-# Anthropic's names of errors by status (docs.claude.com, API errors).
+# Anthropic's error types by status (docs.claude.com, API errors).
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -25,7 +25,7 @@ logger = logging.getLogger("kvant.server")
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -36,21 +36,21 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.message = printable(message, 1000)  # one line, which may quote a name or a value of any length
+        self.message = printable(message, 1000)  # one line: it may quote long names and values
         super().__init__(self.message)
-        self.status = status  # of HTTP
-        self.param = param and printable(param, 200)  # the field it is about
-        self.code = code  # OpenAI's word for it, such as "context_length_exceeded"
-        self.headers = dict(headers or {})  # further ones, such as Retry-After
+        self.status = status  # HTTP status
+        self.param = param and printable(param, 200)  # the field at fault
+        self.code = code  # OpenAI's error code, such as "context_length_exceeded"
+        self.headers = dict(headers or {})  # additional headers, such as Retry-After
 
     def openai(self) -> dict[str, Any]:
-        """The body in OpenAI's shape."""
+        """Return the body in OpenAI's shape."""
         message = self._worded("this model's maximum context length is exceeded")
         kind = OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self, request_id: str) -> dict[str, Any]:
-        """The body in Anthropic's shape."""
+        """Return the body in Anthropic's shape."""
         default = "invalid_request_error" if self.status < 500 else "api_error"
         error: dict[str, Any] = {
             "type": ANTHROPIC_TYPES.get(self.status, default),
@@ -61,23 +61,21 @@ class ApiError(Exception):
         return {"type": "error", "error": error, "request_id": request_id}
 
     def _worded(self, too_long: str) -> str:
-        """The message. Clients know a prompt that does not fit by the words that each interface has for
-        it.
-        """
+        """Return the message. Clients recognize a prompt that is too long by their interface's words."""
         return f"{too_long}: {self.message}" if self.code == "context_length_exceeded" else self.message
 
 
 def log_cause(request_id: str, error: ApiError) -> None:
-    """Log the kind and place of what failed in the server, if that is why a client gets an error."""
+    """Log the type and place of the failure behind a server error."""
     cause = error.__cause__
-    if isinstance(cause, EngineError):  # one that was closed has not failed
+    if isinstance(cause, EngineError):  # without a cause, the engine was closed and did not fail
         cause = cause.__cause__
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and cause is not None:
         logger.error("%s: %s", request_id, described(cause))
 
 
 def described(error: BaseException) -> str:
-    """The kind of an error and where it came from. Not its text: that may quote a prompt."""
+    """Return the type and place of an error, without its text, which may quote a prompt."""
     places = traceback.extract_tb(error.__traceback__)
     at = f" at {places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else ""
     return f"{type(error).__name__}{at}"

@@ -1,6 +1,4 @@
-"""What of a request is left out, and said: fields that are not known here, and wishes that cannot be
-heeded.
-"""
+"""The fields of a request that the server ignores and reports, because they are unknown or unsupported."""
 
 import re
 from collections.abc import Mapping
@@ -12,40 +10,38 @@ from msgspec import inspect
 from kvant.errors import printable
 from kvant.server.errors import ApiError
 
-MAX_NAMES = 32  # of one request that are said
+MAX_NAMES = 32  # reported for one request
 MAX_LENGTH = 80  # of a name
 
 type_info = cache(inspect.type_info)
 
 
 class LeftOut:
-    """The names of one request's fields that are left out."""
+    """The names of one request's ignored fields, for the header ``x-kvant-ignored``."""
 
     def __init__(self, *, strict: bool = False) -> None:
-        """``strict``: nothing is left out. It is refused."""
+        """With ``strict``, :meth:`add` raises an error instead."""
         self._strict = strict
-        # Where each is, and a value that cannot be heeded: ``tools[2] web_search``. By the name without
-        # places: of several that differ by a place in a list alone, the first.
+        # Place, and the unsupported value if any: ``tools[2] web_search``. The key has no list indices, so
+        # only the first of several fields that differ by an index is reported.
         self.names: dict[str, str] = {}
 
     def add(self, field: str, value: object = "") -> None:
-        """Say that a field, or what it asks for, is left out."""
+        """Record that a field, or the value it has, is ignored."""
         if self._strict:
-            said = f" is {value!r:.80}" if value != "" else ""
-            raise ApiError(
-                f"{field}{said}; it is not known here or cannot be heeded: leave it out", param=field
-            )
+            quoted = f" is {value!r:.80}" if value != "" else ""
+            raise ApiError(f"{field}{quoted}; it is unknown or not supported here: leave it out", param=field)
         name = printable(f"{field} {value}".strip(), MAX_LENGTH)
         if len(self.names) < MAX_NAMES:
             self.names.setdefault(re.sub(r"\[\d+\]", "[]", name), name)
 
     def header(self) -> str:
-        """All of it in a line of ASCII."""
+        """Return all of it as one line of ASCII."""
         return ", ".join(self.names.values()).encode("ascii", "backslashreplace").decode()
 
 
 def known(value: Any, kind: type, place: str, left_out: LeftOut) -> Any:
-    """A decoded JSON value without what its type does not have: fields, and values of optional ones."""
+    """Return a decoded JSON value without unknown fields and unsupported values of optional fields."""
     return _known(value, type_info(kind), place, left_out)
 
 
@@ -62,24 +58,24 @@ def _known(value: Any, node: inspect.Type, place: str, left_out: LeftOut) -> Any
 
 def _known_fields(value: Mapping[str, Any], struct: inspect.StructType, place: str, left_out: LeftOut) -> Any:
     fields = {field.encode_name: field for field in struct.fields}
-    found = {}
+    fields_known = {}
     for name, item in value.items():
         at = f"{place}.{name}" if place else name
         if (field := fields.get(name)) is None:
             if name != struct.tag_field:
                 left_out.add(at)
                 continue
-            found[name] = item
+            fields_known[name] = item
         elif not field.required and not _may_be(item, field.type):
             left_out.add(at, item)
         else:
-            found[name] = _known(item, field.type, at, left_out)
-    return found
+            fields_known[name] = _known(item, field.type, at, left_out)
+    return fields_known
 
 
 def _may_be(value: Any, node: inspect.Type) -> bool:
-    """Whether a field can have a value, as far as its values are named one by one. None alone is refused
-    later.
+    """Return whether a field that lists its values allows this one. A field that allows only null is
+    checked later.
     """
     if isinstance(node, inspect.NoneType):
         return True
@@ -92,7 +88,7 @@ def _may_be(value: Any, node: inspect.Type) -> bool:
 
 
 def _struct(value: Mapping[str, Any], node: inspect.Type) -> inspect.StructType | None:
-    """The type of an object among those that it may have."""
+    """Return the struct among a field's types that fits an object."""
     structs = [each for each in kinds(node) if isinstance(each, inspect.StructType)]
     if len(structs) == 1:
         return structs[0]
@@ -100,5 +96,5 @@ def _struct(value: Mapping[str, Any], node: inspect.Type) -> inspect.StructType 
 
 
 def kinds(node: inspect.Type) -> tuple[inspect.Type, ...]:
-    """A type, or those of a union."""
+    """Return the types of a union, or the type itself."""
     return node.types if isinstance(node, inspect.UnionType) else (node,)

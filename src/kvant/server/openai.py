@@ -1,7 +1,7 @@
-"""OpenAI's /v1/chat/completions and /v1/completions (platform.openai.com), and further fields.
+"""OpenAI's /v1/chat/completions and /v1/completions (platform.openai.com), with additional fields.
 
-A field with the type None may only be null: to leave it out would mislead the client. Null is a field that
-was not given, throughout. Fields that are not here are left out, and said.
+A field of type None may only be null, because ignoring it would mislead the client. Null always counts as
+absent. Fields that are not declared here are ignored and reported.
 """
 
 import time
@@ -46,7 +46,7 @@ class StreamOptions(Fields, frozen=True):
 class TextPart(Fields, frozen=True):
     type: Literal["text"]
     text: str
-    cache_control: Any = None  # every prompt's beginning is shared anyway
+    cache_control: Any = None  # prefixes of all prompts are cached anyway
 
 
 class RefusalPart(Fields, frozen=True, kw_only=True):
@@ -76,9 +76,9 @@ class Message(Fields, frozen=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name of it
+    reasoning: str | None = None  # another name of reasoning_content
     refusal: str | None = None
-    annotations: list[Any] | None = None  # as answers have them; they are not part of a prompt
+    annotations: list[Any] | None = None  # answers have them; prompts do not use them
     provider_specific_fields: Any = None  # LiteLLM puts them into its answers
     function_call: None = None
 
@@ -113,7 +113,7 @@ class JsonObjectFormat(Fields, frozen=True, tag="json_object"):
 
 
 class NamedSchema(Fields, frozen=True):
-    """A JSON schema. Answers keep to it whether it is strict or not."""
+    """A JSON schema. Answers satisfy it whether it is strict or not."""
 
     name: str
     schema: dict[str, Any]
@@ -126,7 +126,7 @@ class JsonSchemaFormat(Fields, frozen=True, tag="json_schema"):
 
 
 class StructuredOutputs(Fields, frozen=True):
-    """vLLM's field for formats that OpenAI does not have; one of them."""
+    """vLLM's field for formats that OpenAI does not have. Exactly one may be set."""
 
     json: dict[str, Any] | None = None
     regex: str | None = None
@@ -134,7 +134,7 @@ class StructuredOutputs(Fields, frozen=True):
     grammar: str | None = None
 
 
-# What Format calls each of them.
+# The kind of Format for each of them.
 STRUCTURED: Mapping[str, Any] = {
     "json": "json_schema",
     "regex": "regex",
@@ -144,7 +144,7 @@ STRUCTURED: Mapping[str, Any] = {
 
 
 class CommonBody(SamplingFields, frozen=True, kw_only=True):
-    """What both bodies have."""
+    """The fields that both bodies share."""
 
     model: str
     stream: bool | None = None
@@ -177,17 +177,17 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # These cannot change an answer: labels, and hints to a cache or to a scheduler that is not here.
+    # These have no effect: labels, and hints to a cache or scheduler.
     metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prediction: dict[str, Any] | None = None
-    # Another value is left out.
+    # Other values are ignored.
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     verbosity: Literal["medium"] | None = None
-    # Not to be had here.
+    # Not supported.
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     functions: None = None
@@ -205,7 +205,7 @@ class CompletionsBody(CommonBody, frozen=True, kw_only=True):
 
 
 def chat_generation(body: ChatBody, service: Service, left_out: LeftOut) -> Generation:
-    """What a body of /v1/chat/completions asks for."""
+    """Return the generation that a body of /v1/chat/completions requests."""
     if body.top_logprobs is not None:
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
@@ -227,7 +227,7 @@ def chat_generation(body: ChatBody, service: Service, left_out: LeftOut) -> Gene
 
 
 def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
-    """The fields of a generation that chat and completions fill in the same way."""
+    """Return the fields of a generation that chat and completions have in common."""
     if body.stream_options is not None and not body.stream:
         left_out.add("stream_options")
     answers = 1 if body.n is None else body.n
@@ -258,7 +258,7 @@ def _stop_tokens(given: Sequence[int], service: Service) -> Sequence[int]:
 
 
 def _renamed(body: CommonBody) -> CommonBody:
-    """The body with other servers' fields of sampling under their names here."""
+    """Return the body with other servers' sampling fields under their names here."""
     for theirs, ours in (
         ("repeat_penalty", "repetition_penalty"),
         ("repeat_last_n", "repetition_context_size"),
@@ -271,7 +271,7 @@ def _renamed(body: CommonBody) -> CommonBody:
 
 
 def _messages(messages: Sequence[Message], left_out: LeftOut) -> list[dict[str, Any]]:
-    """A conversation as :attr:`Generation.messages` has it."""
+    """Return a conversation in the form of :attr:`Generation.messages`."""
     if not messages:
         raise ApiError("messages is empty; expected at least one message", param="messages")
     check_arguments([call.function.arguments for message in messages for call in message.tool_calls or ()])
@@ -297,7 +297,7 @@ def _add(turns: Turns, message: Message, place: str, left_out: LeftOut) -> None:
     reasoning = message.reasoning_content or message.reasoning or ""
     if message.content is None and not (message.tool_calls or message.refusal or reasoning):
         raise ApiError(f"{place} has no content; expected text", param=f"{place}.content")
-    if role != "system":  # neighbours of this role are one, as at the other interfaces
+    if role != "system":  # adjacent system messages are joined, as at the other interfaces
         turns.begin(role, message.name)
     turns.add_text(role, text if message.content is not None else message.refusal or "")
     turns.add_thinking(reasoning)
@@ -309,7 +309,7 @@ def _add(turns: Turns, message: Message, place: str, left_out: LeftOut) -> None:
 
 
 def tool_of(function: Function) -> Tool:
-    """A function that the model may call."""
+    """Return a function that the model may call as a tool."""
     made = Tool(function.name, function.description or "", strict=bool(function.strict))
     return made if function.parameters is None else replace(made, parameters=function.parameters)
 
@@ -331,7 +331,7 @@ def _format(body: ChatBody) -> Format | None:
 
 
 def format_of(given: Any) -> Format | None:
-    """What a ``response_format`` asks for, or a ``text.format`` of /v1/responses."""
+    """Return the format for a ``response_format``, or for a ``text.format`` of /v1/responses."""
     match given:
         case JsonObjectFormat(schema=None):
             return Format("json_object")
@@ -343,7 +343,7 @@ def format_of(given: Any) -> Format | None:
 
 
 def _structured_format(given: StructuredOutputs | None) -> Format | None:
-    """vLLM's structured_outputs."""
+    """Return the format for vLLM's structured_outputs."""
     if given is None:
         return None
     found = [(name, source) for name in STRUCTURED if (source := getattr(given, name)) is not None]
@@ -360,7 +360,7 @@ def _structured_format(given: StructuredOutputs | None) -> Format | None:
 
 
 def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
-    """The number that one of these fields gives; -1 is no limit."""
+    """Return the limit that any of these fields sets; -1 means no limit."""
     names = ("max_tokens", "max_completion_tokens", "num_predict", "n_predict")
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if len({*given.values()}) > 1:
@@ -369,7 +369,7 @@ def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
 
 
 def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
-    """The client's variables of the chat template. One that it does not mention has no effect."""
+    """Return the client's template variables. Those that the template does not mention are ignored."""
     given = dict(body.chat_template_kwargs or {})
     known = mentioned(service.tokenizer) | RESERVED if given else set()
     for name in [name for name in given if name not in known]:
@@ -387,7 +387,7 @@ def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str,
 
 
 def completions_generations(body: CompletionsBody, service: Service, left_out: LeftOut) -> list[Generation]:
-    """What a body asks for, of each of its prompts."""
+    """Return the generation that a body requests for each of its prompts."""
     if body.suffix:
         raise ApiError("suffix is given; the model only continues text", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -413,7 +413,7 @@ def completions_generations(body: CompletionsBody, service: Service, left_out: L
 
 
 def prompts_of(given: str | Sequence[str | int | list[int]], field: str = "prompt") -> list[str | list[int]]:
-    """The prompts of a body's field, each text or token ids. A list of numbers is one prompt."""
+    """Return the prompts of a body's field, each text or token ids. A list of numbers is one prompt."""
     if isinstance(given, str):
         return [given]
     numbers = [each for each in given if isinstance(each, int)]
@@ -426,7 +426,7 @@ def prompts_of(given: str | Sequence[str | int | list[int]], field: str = "promp
 
 
 class _Answers(Encoder):
-    """What the encoders of both interfaces share: the objects' beginning, and the tokens' numbers."""
+    """The common base of both encoders: the objects' first fields and the token counts."""
 
     done = b"data: [DONE]\n\n"
 
@@ -462,7 +462,7 @@ class _Answers(Encoder):
         return self._object(kind, [choice], **({"usage": usage} if self._wants_usage else {}))
 
     def _ended(self, event: End, kind: str) -> Iterator[dict[str, Any]]:
-        """Count an answer's end. Behind the last one is an event with the usage, if the client wants it."""
+        """Count an answer's end. After the last one, yield the usage if the client asked for it."""
         self._open -= 1
         # once for each prompt
         self._cached += event.cached_tokens if event.answer % self._answers == 0 else 0
@@ -506,7 +506,7 @@ class ChatAnswers(_Answers):
         said = event.text
         if said and not event.thinking and event.answer in self._called:
             self._called.discard(event.answer)
-            if any(message["content"]):  # a message has one text: what follows a call begins a new line of it
+            if any(message["content"]):  # a message has one text, so text after a call begins a new line
                 said = "\n" + said
         message[kind].append(said)
         content = [] if event.thinking else logprobs_content(event.logprobs)
@@ -581,7 +581,7 @@ class CompletionsAnswers(_Answers):
 
 
 def logprobs_content(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Log-probabilities as chat's ``logprobs.content``."""
+    """Return log-probabilities as chat's ``logprobs.content``."""
     return [{**_token(each), "top_logprobs": [_token(other) for other in each.top]} for each in logprobs]
 
 
@@ -590,8 +590,8 @@ def _token(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _legacy(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Log-probabilities in the older shape: lists side by side; ``text_offset`` counts characters."""
-    # OpenAI's have the token itself among the most probable ones, and nothing where none of these are wanted.
+    """Return log-probabilities in the older shape of parallel lists; ``text_offset`` counts characters."""
+    # As at OpenAI, the most probable tokens include the token itself, or are null if none are requested.
     tops = [
         {_name(other): other.logprob for other in (each, *each.top)} if each.top else None
         for each in logprobs
@@ -605,7 +605,7 @@ def _legacy(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def _name(token: TokenLogprob) -> str:
-    """A token's text; its bytes where they are no whole characters, as OpenAI writes them."""
+    """Return a token's text, or its bytes in OpenAI's notation if they are not whole characters."""
     if token.text.encode() == token.bytes:
         return token.text
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)

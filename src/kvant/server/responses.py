@@ -1,7 +1,7 @@
-"""OpenAI's /v1/responses (platform.openai.com), as far as this server follows it. Nothing is stored.
+"""The supported parts of OpenAI's /v1/responses (platform.openai.com). Nothing is stored.
 
-A field with the type None may only be null: to leave it out would mislead the client. Fields that are not
-here are left out, and said.
+A field of type None may only be null, because ignoring it would mislead the client. Fields that are not
+declared here are ignored and reported, see :class:`kvant.server.left_out.LeftOut`.
 """
 
 import json
@@ -55,7 +55,7 @@ from kvant.server.turns import (
 )
 from kvant.text.guidance import as_lark
 
-ROLES = {"developer": "system"}  # OpenAI's newer name of the role that templates know
+ROLES = {"developer": "system"}  # OpenAI's newer name of a role that templates know
 INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
 STORED = "this server stores nothing: send the whole conversation, with store false"
 
@@ -63,7 +63,7 @@ STORED = "this server stores nothing: send the whole conversation, with store fa
 class InputText(Fields, frozen=True):
     type: Literal["input_text"]
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # every prompt's beginning is shared anyway
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # prefixes of all prompts are cached anyway
 
 
 class OutputText(Fields, frozen=True):
@@ -71,7 +71,7 @@ class OutputText(Fields, frozen=True):
     text: str
     annotations: list[dict[str, Any]] | None = None
     logprobs: list[dict[str, Any]] | None = None
-    parsed: Any = None  # OpenAI's Python client notes here what it made of the text
+    parsed: Any = None  # OpenAI's Python client stores its parsed text here
 
 
 PARTS = {"input_text": InputText, "output_text": OutputText, "refusal": RefusalPart}
@@ -79,12 +79,12 @@ NAMESPACE = "__"  # between a namespace and the name of a function in it
 
 
 class TextKind(NamedTuple):
-    """What an item of text is."""
+    """The names that a kind of text has in items and events."""
 
-    field: str  # of the item, that its part is in
-    type: str  # of the part
-    part: str  # the name of the part's events
-    text: str  # of the text's
+    field: str  # the item's field with the content parts
+    type: str  # the type of a content part
+    part_event: str  # the name of events about the part
+    text_event: str  # the name of events about its text
 
 
 MESSAGE = TextKind("content", "output_text", "content_part", "output_text")
@@ -98,11 +98,11 @@ class MessageItem(Fields, frozen=True, kw_only=True):
     content: str | list[Any]
     id: str | None = None
     status: Any = None
-    phase: Any = None  # of an answer; templates know no such mark
+    phase: Any = None  # of an answer; templates have no such field
 
 
 class CalledItem(Fields, frozen=True, kw_only=True):
-    """What calls and their results have in common."""
+    """The common fields of calls and their results."""
 
     call_id: str
     namespace: str | None = None
@@ -115,7 +115,7 @@ class CallItem(CalledItem, frozen=True, kw_only=True):
     type: Literal["function_call"]
     name: str
     arguments: str
-    parsed_arguments: Any = None  # as OutputText.parsed
+    parsed_arguments: Any = None  # like OutputText.parsed
 
 
 class CustomCallItem(CalledItem, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class ReferenceItem(Fields, frozen=True, kw_only=True):
 
 
 class SearchCallItem(Fields, frozen=True, kw_only=True):
-    """A search for tools. It has no ``call_id`` if OpenAI's server did it."""
+    """A search for tools. It has no ``call_id`` if OpenAI's server ran it."""
 
     type: Literal["tool_search_call"]
     call_id: str | None = None
@@ -166,10 +166,9 @@ class SearchCallItem(Fields, frozen=True, kw_only=True):
 
 
 class ToolsItem(Fields, frozen=True, kw_only=True):
-    """Tools that a conversation has from this item on.
+    """Tools that become available at this item.
 
-    Codex sends all tools of a newer model in ``additional_tools``; the result of a search is a
-    ``tool_search_output``.
+    Codex sends all tools of newer models as ``additional_tools``. A search returns ``tool_search_output``.
     """
 
     type: Literal["additional_tools", "tool_search_output"]
@@ -207,7 +206,7 @@ ITEMS: Mapping[str, type[Item]] = {
 
 class FunctionBody(Function, frozen=True, kw_only=True):
     type: Literal["function"]
-    defer_loading: bool = False  # takes effect in the output of a search
+    defer_loading: bool = False  # has an effect only in the output of a search
 
 
 class GrammarFormat(Fields, frozen=True, tag="grammar"):
@@ -216,7 +215,7 @@ class GrammarFormat(Fields, frozen=True, tag="grammar"):
 
 
 class CustomBody(Fields, frozen=True, kw_only=True):
-    """A tool that takes text, which may have a grammar."""
+    """A tool that takes text, optionally with a grammar."""
 
     type: Literal["custom"]
     name: str
@@ -226,7 +225,7 @@ class CustomBody(Fields, frozen=True, kw_only=True):
 
 
 class NamespaceBody(Fields, frozen=True, kw_only=True):
-    """Tools whose calls carry its name."""
+    """A group of tools. Their calls have the name of the group."""
 
     type: Literal["namespace"]
     name: str
@@ -235,7 +234,7 @@ class NamespaceBody(Fields, frozen=True, kw_only=True):
 
 
 class SearchBody(Fields, frozen=True, kw_only=True):
-    """A search that the client does, for tools that it has not sent. The server's own search is left out."""
+    """A search for more tools, run by the client. One that the server should run is ignored."""
 
     type: Literal["tool_search"]
     execution: Literal["server", "client"] = "server"
@@ -246,7 +245,7 @@ class SearchBody(Fields, frozen=True, kw_only=True):
 TOOLS: Mapping[str, Any] = {"function": FunctionBody, "custom": CustomBody}
 OUTER_TOOLS: Mapping[str, Any] = {**TOOLS, "namespace": NamespaceBody, "tool_search": SearchBody}
 SEARCH = "tool_search"  # the name of the function that the model calls to search
-# of custom tools
+# the parameters of custom tools
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -279,10 +278,10 @@ class Reasoning(Fields, frozen=True):
 
 
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
-    """A body of /v1/responses. Its fields of sampling are those of /v1/chat/completions."""
+    """A body of /v1/responses, with the sampling fields of /v1/chat/completions."""
 
     model: str
-    input: str | list[Any]  # of items, read one by one: a message may lack its type
+    input: str | list[Any]  # items are converted one by one: a message may lack its type
     instructions: str | None = None
     stream: bool | None = None
     max_output_tokens: int | None = None
@@ -300,26 +299,26 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     previous_response_id: str | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    # Harmless: labels of the client's.
+    # Labels of the client, without effect.
     metadata: Any = None
     client_metadata: Any = None
     user: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    # Not to be had here.
+    # Not supported.
     background: bool | None = None
     conversation: None = None
     prompt: None = None
 
 
 def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOut) -> Generation:
-    """What a body of /v1/responses asks for."""
+    """Return the generation that a body of /v1/responses requests."""
     if body.previous_response_id is not None:
-        raise ApiError(f"previous_response_id is given; {STORED}", param="previous_response_id")
+        raise ApiError(f"previous_response_id is set; {STORED}", param="previous_response_id")
     if body.background:
         raise ApiError(
-            "background is true; expected false: an answer is given where it was asked", param="background"
+            "background is true; expected false: this server only answers directly", param="background"
         )
     for at, name in enumerate(body.include or ()):
         if name not in INCLUDED:
@@ -327,7 +326,7 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
     top_logprobs = body.top_logprobs or 0
     check_range("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS)
     items = _items(body, left_out)
-    added: dict[str, dict[str, Tool]] = {}  # tools of the input's items, by the items' places
+    added: dict[str, dict[str, Tool]] = {}  # tools of the input's items, by place of the item
     for place, item in items:
         if isinstance(item, ToolsItem):
             is_found = item.call_id is not None
@@ -351,7 +350,7 @@ def responses_generation(body: ResponsesBody, service: Service, left_out: LeftOu
 
 
 def _items(body: ResponsesBody, left_out: LeftOut) -> list[tuple[str, Item]]:
-    """Return the places and items of the input. A text is a message of the user."""
+    """Return the places and items of the input. A text is a user message."""
     if isinstance(body.input, str):
         return [("input", MessageItem(role="user", content=body.input))]
     if not body.input:
@@ -362,15 +361,15 @@ def _items(body: ResponsesBody, left_out: LeftOut) -> list[tuple[str, Item]]:
 def _tools(
     body: ResponsesBody, added: Mapping[str, Mapping[str, Tool]], service: Service, left_out: LeftOut
 ) -> tuple[Sequence[Tool], ToolChoice | Tool]:
-    """Return the tools and the choice among them. ``added``: the tools of items, by the items' places.
+    """Return the tools and the choice among them. ``added`` has the tools of items by place of the item.
 
-    A tool of an item replaces an earlier one of its name, in that one's place. A tool that a search found
-    does not: the model was shown the earlier one.
+    A tool of an item replaces an earlier tool of the same name, in its position. A search result does not
+    replace it, because the model was shown the earlier one.
     """
     made: dict[str, Tool] = {}
-    places: dict[str, str] = {}  # of the earlier lists' tools, by name
+    places: dict[str, str] = {}  # of the tools in earlier lists, by name
     for listed in (dict(_tools_of(body.tools or (), "tools", service, left_out)), *added.values()):
-        new_places: dict[str, str] = {}  # apart: checked_tools refuses a name that is in one list twice
+        new_places: dict[str, str] = {}  # separate: checked_tools refuses a name that one list has twice
         for place, tool in listed.items():
             if tool.name not in places:
                 made[place] = tool
@@ -391,13 +390,13 @@ def _tools(
 
 
 def _tools_of(
-    given: Sequence[Any], place: str, service: Service, left_out: LeftOut, *, is_found: bool = False
+    entries: Sequence[Any], place: str, service: Service, left_out: LeftOut, *, is_found: bool = False
 ) -> Iterator[tuple[str, Tool]]:
-    """Yield the tools of a list with the fields of their names. A namespace's name precedes its tools' names.
+    """Yield the field of each tool's name and the tool. A namespace is a prefix of its tools' names.
 
-    ``is_found``: the list is the result of a search, which shows its tools to the model.
+    ``is_found``: the list is a search result, which shows the tools to the model.
     """
-    for outer, tool in known_of(given, OUTER_TOOLS, place, left_out):
+    for outer, tool in known_of(entries, OUTER_TOOLS, place, left_out):
         if isinstance(tool, SearchBody):
             if tool.execution == "client":
                 parameters = tool.parameters or {"type": "object"}
@@ -416,17 +415,17 @@ def _tools_of(
 
 
 def _custom(tool: CustomBody, place: str, service: Service, left_out: LeftOut) -> Tool:
-    """A tool that takes text, as the model knows it: a function of one argument, whose grammar it reads."""
-    said = tool.description or ""
+    """Return a tool that takes text as a function with one argument; its description has the grammar."""
+    description = tool.description or ""
     form = tool.format
     if not isinstance(form, GrammarFormat):
-        return Tool(tool.name, said, INPUT, custom=True)
+        return Tool(tool.name, description, INPUT, custom=True)
     grammar = form.definition if form.syntax == "lark" else f"start: {as_lark(form.definition)}"
-    held = service.tool_format is None or service.tool_format.writing is not None
-    if not held:
+    is_enforced = service.tool_format is None or service.tool_format.writing is not None
+    if not is_enforced:
         left_out.add(f"{place}.format", form.syntax)
-    said = f"{said}\n\nThe input is text that follows this grammar ({form.syntax}):\n{form.definition}"
-    return Tool(tool.name, said, INPUT, strict=held, custom=True, grammar=grammar)
+    description += f"\n\nThe input is text that follows this grammar ({form.syntax}):\n{form.definition}"
+    return Tool(tool.name, description, INPUT, strict=is_enforced, custom=True, grammar=grammar)
 
 
 def _named(name: str, namespace: str | None) -> str:
@@ -476,19 +475,19 @@ def _add(turns: Turns, item: Item, place: str, left_out: LeftOut) -> None:
 
 
 def _thinking(item: ReasoningItem, place: str, left_out: LeftOut) -> str:
-    """An earlier answer's thinking, in whichever way the client was given it."""
+    """Return an earlier answer's thinking, from whichever field the client received it in."""
     if item.content:
-        return joined([part.text for part in item.content])
+        return joined([piece.text for piece in item.content])
     if item.encrypted_content is not None:
         return from_opaque(item.encrypted_content, f"{place}.encrypted_content", left_out)
-    return joined([part.text for part in item.summary or ()])
+    return joined([piece.text for piece in item.summary or ()])
 
 
 class ResponseStream(Encoder):
-    """Turns what comes of a generation into events of OpenAI's stream, in its order.
+    """Encode events in the order of OpenAI's stream.
 
     response.created, response.in_progress, then each item with its parts, then response.completed,
-    .incomplete or .failed. A thinking, a text or a function call is one item.
+    .incomplete or .failed. An item is a thinking, a text or a function call.
     """
 
     def __init__(
@@ -506,7 +505,7 @@ class ResponseStream(Encoder):
         self._logprobs = generation.logprobs
         self._events = 0
         self._open: TextKind | None = None
-        self._pieces: list[str] = []  # of the open item's text
+        self._pieces: list[str] = []  # text of the open item
         self._shown_logprobs: list[dict[str, Any]] = []  # its log-probabilities
 
     def begun(self, event: Begun) -> Iterator[dict[str, Any]]:
@@ -521,52 +520,52 @@ class ResponseStream(Encoder):
         }
 
     def waiting(self) -> Iterator[dict[str, Any]]:
-        if not self._response["output"]:  # who waits for an event is given one that says nothing new
+        if not self._response["output"]:  # an event without news, for whoever waits for one
             yield self._event("response.in_progress", response=self._response | {"usage": None})
 
     def whole(self) -> dict[str, Any]:
         return self._response
 
     def failed(self, error: ApiError, request_id: str) -> Iterator[dict[str, Any]]:
-        told = error.openai()["error"]  # OpenAI's clients raise an error for the first event
+        details = error.openai()["error"]  # OpenAI's clients raise an error at this first event
         yield self._event(
-            "error", code=told["code"], message=told["message"], param=told["param"], error=told
+            "error", code=details["code"], message=details["message"], param=details["param"], error=details
         )
         self._response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         yield self._event("response.failed", response=self._response)
 
     def text(self, event: Text) -> Iterator[dict[str, Any]]:
-        said = self._thinking if event.thinking else MESSAGE
-        if said is not self._open:
+        kind = self._thinking if event.thinking else MESSAGE
+        if kind is not self._open:
             yield from self._close("completed")
-            yield from self._begin(said)
+            yield from self._begin(kind)
         self._pieces.append(event.text)
-        logprobs = logprobs_content(event.logprobs) if self._logprobs and said is MESSAGE else []
+        logprobs = logprobs_content(event.logprobs) if self._logprobs and kind is MESSAGE else []
         self._shown_logprobs += logprobs
-        told = {"logprobs": logprobs} if said is MESSAGE else {}
-        yield self._of_text(said, f"{said.text}.delta", delta=event.text, **told)
+        fields = {"logprobs": logprobs} if kind is MESSAGE else {}
+        yield self._of_text(kind, f"{kind.text_event}.delta", delta=event.text, **fields)
 
-    def _begin(self, said: TextKind) -> Iterator[dict[str, Any]]:
-        """Open an item for text or thinking, and its part."""
-        self._open = said
-        if said is MESSAGE:
+    def _begin(self, kind: TextKind) -> Iterator[dict[str, Any]]:
+        """Open an item of text or thinking and its content part."""
+        self._open = kind
+        if kind is MESSAGE:
             item: dict[str, Any] = {"type": "message", "id": _id("msg"), "role": "assistant"}
         else:
             item = {"type": "reasoning", "id": _id("rs"), "summary": []}
-        yield self._added({**item, "status": "in_progress", said.field: []})
-        yield self._of_text(said, f"{said.part}.added", part=self._part(said, ""))
+        yield self._added({**item, "status": "in_progress", kind.field: []})
+        yield self._of_text(kind, f"{kind.part_event}.added", part=self._content_part(kind, ""))
 
     def _close(self, status: str) -> Iterator[dict[str, Any]]:
-        """End the open item of text or thinking."""
-        if (said := self._open) is None:
+        """Close the open item of text or thinking."""
+        if (kind := self._open) is None:
             return
         text = "".join(self._pieces)
-        part = self._part(said, text)
-        item = self._response["output"][-1] | {"status": status, said.field: [part]}
-        told = {"logprobs": self._shown_logprobs} if said is MESSAGE else {}
-        yield self._of_text(said, f"{said.text}.done", text=text, **told)
-        yield self._of_text(said, f"{said.part}.done", part=part)
-        if said is not MESSAGE and self._keeps_opaque:
+        content = self._content_part(kind, text)
+        item = self._response["output"][-1] | {"status": status, kind.field: [content]}
+        fields = {"logprobs": self._shown_logprobs} if kind is MESSAGE else {}
+        yield self._of_text(kind, f"{kind.text_event}.done", text=text, **fields)
+        yield self._of_text(kind, f"{kind.part_event}.done", part=content)
+        if kind is not MESSAGE and self._keeps_opaque:
             item["encrypted_content"] = opaque(text)
         self._open = None
         self._pieces = []
@@ -591,17 +590,17 @@ class ResponseStream(Encoder):
         if tool.namespace is not None:
             named = {"name": tool.name.removeprefix(_named("", tool.namespace)), "namespace": tool.namespace}
         kind, field = ("custom_tool_call", "input") if tool.custom else ("function_call", "arguments")
-        given = _input(event.arguments) if tool.custom else event.arguments
+        content = _input(event.arguments) if tool.custom else event.arguments
         item = {"type": kind, "id": _id("ctc" if tool.custom else "fc"), "call_id": _id("call"), **named}
         yield self._added({**item, field: "", "status": "in_progress"})
-        yield self._of_item(f"response.{kind}_{field}.delta", delta=given)
-        told = {} if tool.custom else {"name": named["name"]}
-        yield self._of_item(f"response.{kind}_{field}.done", **told, **{field: given})
-        yield self._done({**item, field: given, "status": "completed"})
+        yield self._of_item(f"response.{kind}_{field}.delta", delta=content)
+        fields = {} if tool.custom else {"name": named["name"]}
+        yield self._of_item(f"response.{kind}_{field}.done", **fields, **{field: content})
+        yield self._done({**item, field: content, "status": "completed"})
 
     def end(self, event: End) -> Iterator[dict[str, Any]]:
         status = "incomplete" if event.reason == "length" else "completed"
-        if not self._response["output"]:  # clients look for a message
+        if not self._response["output"]:  # clients expect a message
             yield from self._begin(MESSAGE)
         yield from self._close(status)
         usage = self._response["usage"]
@@ -616,9 +615,9 @@ class ResponseStream(Encoder):
             self._response["completed_at"] = int(time.time())
         yield self._event(f"response.{status}", response=self._response)
 
-    def _part(self, said: TextKind, text: str) -> dict[str, Any]:
-        told = {"annotations": [], "logprobs": list(self._shown_logprobs)} if said is MESSAGE else {}
-        return {"type": said.type, "text": text, **told}
+    def _content_part(self, kind: TextKind, text: str) -> dict[str, Any]:
+        fields = {"annotations": [], "logprobs": list(self._shown_logprobs)} if kind is MESSAGE else {}
+        return {"type": kind.type, "text": text, **fields}
 
     def _added(self, item: dict[str, Any]) -> dict[str, Any]:
         self._response["output"].append(item)
@@ -628,14 +627,14 @@ class ResponseStream(Encoder):
         self._response["output"][-1] = item
         return self._of_last("response.output_item.done", item=item)
 
-    def _of_text(self, said: TextKind, event: str, **fields: Any) -> dict[str, Any]:
-        return self._of_item(f"response.{event}", **{f"{said.field}_index": 0}, **fields)
+    def _of_text(self, kind: TextKind, event: str, **fields: Any) -> dict[str, Any]:
+        return self._of_item(f"response.{event}", **{f"{kind.field}_index": 0}, **fields)
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
         return self._of_last(kind, item_id=self._response["output"][-1]["id"], **fields)
 
     def _of_last(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the last item's."""
+        """Return an event about the last item."""
         return self._event(kind, output_index=len(self._response["output"]) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -644,7 +643,7 @@ class ResponseStream(Encoder):
 
 
 def _response(model: str, body: ResponsesBody, generation: Generation, sampling: Sampling) -> dict[str, Any]:
-    """A response before its first token, with what is in force for it."""
+    """Return a response before its first token, with the options in effect."""
     reasoning = body.reasoning or Reasoning()
     text = body.text or TextConfig()
     choice = generation.tool_choice
@@ -689,18 +688,18 @@ def _response(model: str, body: ResponsesBody, generation: Generation, sampling:
 
 
 def _shown_tool(tool: Tool) -> dict[str, Any]:
-    """A tool as a response says it."""
-    said = {"name": tool.name, "description": tool.description}
+    """Return a tool in the shape of a response."""
+    common = {"name": tool.name, "description": tool.description}
     if tool.search:
-        return {"type": SEARCH, "execution": "client", **said, "parameters": tool.parameters}
+        return {"type": SEARCH, "execution": "client", **common, "parameters": tool.parameters}
     if not tool.custom:
-        return {"type": "function", **said, "parameters": tool.parameters, "strict": tool.strict}
+        return {"type": "function", **common, "parameters": tool.parameters, "strict": tool.strict}
     grammar = {"type": "grammar", "syntax": "lark", "definition": tool.grammar}
-    return {"type": "custom", **said, "format": grammar if tool.grammar else {"type": "text"}}
+    return {"type": "custom", **common, "format": grammar if tool.grammar else {"type": "text"}}
 
 
 def _input(arguments: str) -> str:
-    """The text that a custom tool is called with; whatever the model has written where that is none."""
+    """Return the text for a custom tool, or the raw arguments if they have none."""
     text = json.loads(arguments).get("input")
     return text if isinstance(text, str) else arguments
 
@@ -709,4 +708,4 @@ def _id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-RESPONSES = Dialect(ResponsesBody, lambda *given: [responses_generation(*given)], ResponseStream)
+RESPONSES = Dialect(ResponsesBody, lambda *arguments: [responses_generation(*arguments)], ResponseStream)

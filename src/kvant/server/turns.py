@@ -1,4 +1,4 @@
-"""A conversation as clients give it: its turns, the tools that the model may call, and its thinking."""
+"""Check and convert a conversation's turns, its tools and its thinking for the chat template."""
 
 import base64
 import itertools
@@ -24,19 +24,19 @@ from kvant.text.thinking import marks_of
 from kvant.text.tokenizer import Tokenizer
 
 NO_TOOLS = "the model's chat template takes no tools, or writes calls in a form that is not known here"
-MAX_NAME = 256  # OpenAI's is 64, Anthropic's 128; servers of tools put their own names before it
-SWITCH = "enable_thinking"  # of Qwen3's template, and of others after it
-EFFORT = "reasoning_effort"  # of gpt-oss
+MAX_NAME = 256  # OpenAI allows 64, Anthropic 128; tool servers add a prefix of their own
+SWITCH = "enable_thinking"  # a variable of Qwen3's template and later ones
+EFFORT = "reasoning_effort"  # a variable of gpt-oss's template
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-PICTURES = ("image", "image_url", "input_image")  # types of parts
-OPAQUE = "kvant:"  # begins a text that thinking is kept in
-BEGINNING = 4  # tokens of an answer that the mark is among: blank ones may come before it
+PICTURES = ("image", "image_url", "input_image")  # types of content parts
+OPAQUE = "kvant:"  # prefix of encoded thinking
+BEGINNING = 4  # thinking must start within so many tokens: blank ones may precede its mark
 
 
 def joined(texts: Sequence[str]) -> str:
-    """Pieces of a text put together, with a line break between two that have no white space there.
+    """Join the pieces of a text, with a line break between two that have no white space there.
 
-    Some clients cut a text where its cache is to end, and others send paragraphs.
+    Some clients split a text where its cached prefix should end, and others send paragraphs.
     """
     pieces: list[str] = []
     for text in filter(None, texts):
@@ -54,18 +54,18 @@ def text_of(
     *,
     notes: bool = False,
 ) -> str:
-    """A message's text; of several parts, put together.
+    """Return a message's text, joined if it has several parts.
 
     Args:
-        kinds: of parts that have a text, by their types.
-        place: the field that it is in.
-        notes: a part of another type becomes a note in words, as in a tool's result; else it is refused.
+        kinds: the structs of parts with a text, by type.
+        place: the field of the content.
+        notes: replace a part of another type by a note in words, as in a tool's result; else refuse it.
     """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for at, part in typed(content, kinds, place, left_out):
-        text, kind = (None, part) if isinstance(part, str) else (part.text, part.type)
+    for at, piece in typed(content, kinds, place, left_out):
+        text, kind = (None, piece) if isinstance(piece, str) else (piece.text, piece.type)
         if text is None and not (notes and kind):
             raise ApiError(
                 f"{at}.type is {kind[:80]!r}; expected text: {' or '.join(kinds)}", param=f"{at}.type"
@@ -76,75 +76,70 @@ def text_of(
 
 
 def check_arguments(texts: Sequence[str]) -> None:
-    """Refuse the arguments of calls, JSON texts in a body, where they have as many values as no body may
-    have.
-    """
-    parts = [text.encode("utf-8", "replace") for text in texts]
-    if sum(map(count_marks, parts)) > MAX_VALUES and (count := sum(map(count_values, parts))) > MAX_VALUES:
+    """Refuse the arguments of calls, which are JSON texts, if they have more values than a body may have."""
+    coded = [text.encode("utf-8", "replace") for text in texts]
+    if sum(map(count_marks, coded)) > MAX_VALUES and (count := sum(map(count_values, coded))) > MAX_VALUES:
         raise ApiError(f"the arguments of calls have {count} values of JSON; expected {MAX_VALUES} at most")
 
 
 class Turns:
-    """Collects pieces in their order. Pieces of one role that follow one another become one message."""
+    """Collects the pieces of a conversation. Adjacent pieces of a role become one message."""
 
     def __init__(self) -> None:
-        self._turns: list[dict[str, Any]] = []  # messages whose texts are lists of pieces
-        self._names: dict[str, str] = {}  # of tools, by the ids of their calls
+        self._turns: list[dict[str, Any]] = []  # messages, with texts as lists of pieces
+        self._names: dict[str, str] = {}  # of tools, by call id
 
     def begin(self, role: str, name: str | None) -> None:
-        """A message of its own, whatever was before it."""
+        """Begin a new message, even after one of the same role."""
         self._turns.append(
             {"role": role, "name": name, "content": [], "reasoning_content": [], "tool_calls": []}
         )
 
     def add_text(self, role: str, text: str) -> None:
-        """A piece of what the role says."""
+        """Add a piece of a role's text."""
         self._of(role)["content"].append(text)
 
     def add_thinking(self, text: str) -> None:
-        """What the assistant thought, if anything."""
+        """Add the assistant's thinking unless it is empty."""
         if text:
             self._of("assistant")["reasoning_content"].append(text)
 
-    def add_call(self, call_id: str, name: str, given: str | dict[str, Any], place: str) -> None:
-        """A call of the assistant's. Its arguments may be JSON text, ``place``: the field that they are
-        in.
-        """
+    def add_call(self, call_id: str, name: str, arguments: str | dict[str, Any], place: str) -> None:
+        """Add a call of the assistant's. ``place``: the field of its arguments, which may be JSON text."""
         self._names[call_id] = name
-        arguments = _arguments(given, place) if isinstance(given, str) else given
+        if isinstance(arguments, str):
+            arguments = _arguments(arguments, place)
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._of("assistant")["tool_calls"].append(call)
 
     def add_result(self, call_id: str, text: str, place: str, name: str | None = None) -> None:
-        """What an earlier call brought. ``place``: the field that ``call_id`` is in; ``name``: default:
-        the tool's.
-        """
+        """Add a call's result. ``place``: the field of ``call_id``; ``name``: default: the tool's."""
         if call_id not in self._names:
-            raise ApiError(f"{place} is {call_id[:80]!r}; no call before it has this id", param=place)
+            raise ApiError(f"{place} is {call_id[:80]!r}; no earlier call has this id", param=place)
         name = name or self._names[call_id]
         self._turns.append({"role": "tool", "content": [text], "tool_call_id": call_id, "name": name})
 
     def messages(self) -> list[dict[str, Any]]:
-        """All of it, as :attr:`kvant.server.generation.Generation.messages`."""
+        """Return the messages as :attr:`kvant.server.generation.Generation.messages` has them."""
         texts = ("content", "reasoning_content")
         return [
             {
                 key: joined(value) if key in texts else value
-                for key, value in turn.items()
+                for key, value in message.items()
                 if value or key == "content"
             }
-            for turn in self._turns
+            for message in self._turns
         ]
 
     def _of(self, role: str) -> dict[str, Any]:
-        """The turn that a piece of this role belongs to."""
+        """Return the message to which a piece of this role belongs."""
         if not self._turns or self._turns[-1]["role"] != role:
             self.begin(role, None)
         return self._turns[-1]
 
 
 def _arguments(text: str, place: str) -> dict[str, Any]:
-    """The arguments in a JSON text; none if it is empty."""
+    """Parse the arguments in a JSON text; an empty text has none."""
     try:
         arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -156,7 +151,7 @@ def _arguments(text: str, place: str) -> dict[str, Any]:
 
 
 def checked_tools(tools: Mapping[str, Tool]) -> tuple[Tool, ...]:
-    """The tools by the fields of their names, each of which has to be another."""
+    """Return the tools after checking their number, size and names. The keys are the fields of the names."""
     if len(tools) > MAX_TOOLS:
         raise ApiError(f"tools has {len(tools)}; expected at most {MAX_TOOLS}", param="tools")
     try:
@@ -166,8 +161,8 @@ def checked_tools(tools: Mapping[str, Tool]) -> tuple[Tool, ...]:
     seen: set[str] = set()
     for param, tool in tools.items():
         if not re.fullmatch(f"[a-zA-Z0-9_./:-]{{1,{MAX_NAME}}}", tool.name):
-            said = f"expected 1 to {MAX_NAME} letters, digits and any of _-./:"
-            raise ApiError(f"{param} is {tool.name[:80]!r}; {said}", param=param)
+            expected = f"expected 1 to {MAX_NAME} letters, digits and any of _-./:"
+            raise ApiError(f"{param} is {tool.name[:80]!r}; {expected}", param=param)
         if tool.name in seen:
             raise ApiError(
                 f"{param} is {tool.name!r}, which another tool has; expected another name", param=param
@@ -177,7 +172,7 @@ def checked_tools(tools: Mapping[str, Tool]) -> tuple[Tool, ...]:
 
 
 def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> Tool:
-    """The tool that has to be called."""
+    """Return the tool with a name, or refuse the name."""
     for tool in tools:
         if tool.name == name:
             return tool
@@ -186,9 +181,9 @@ def tool_named(tools: Sequence[Tool], name: str, field: str = "tool_choice") -> 
 
 
 def shown_tools(service: Service, generation: Generation, *, deferred: bool = True) -> list[dict[str, Any]]:
-    """Return the tools that the model is shown, in OpenAI's form; none if it must not call one.
+    """Return the tools that the model is shown, in OpenAI's form; an empty list if it must not call one.
 
-    ``deferred``: include the tools that only the results of searches show.
+    ``deferred``: include the tools that only search results show.
     """
     if generation.tool_choice == "none" or not generation.tools:
         return []
@@ -198,20 +193,20 @@ def shown_tools(service: Service, generation: Generation, *, deferred: bool = Tr
 
 
 def described(tools: Iterable[Tool]) -> str:
-    """Return the text that shows the model the tools that a search found."""
+    """Return the text that shows the model the tools from a search."""
     lines = [f"<function>{to_json(as_shown(tool)['function'])}</function>" for tool in tools]
     return "\n".join(lines) or "No tools were found."
 
 
 def as_shown(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's form, as templates take it."""
+    """Return a tool in OpenAI's form, which templates expect."""
     described = {"description": tool.description} if tool.description else {}
     function = {"name": tool.name, **described, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
 
 def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[dict[str, Any]]:
-    """Messages with calls, and the ids of calls, as the model's template takes them."""
+    """Return messages with calls and call ids in the form that the model's template expects."""
     made = [dict(message) for message in messages]
     ids: dict[str, str] = {}
     count = itertools.count()
@@ -225,10 +220,10 @@ def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None)
         calls = []
         for call in message.get("tool_calls", ()):
             function = dict(call["function"])
-            ids[call["id"]] = own = form.call_id(call["id"], function["name"], next(count))
+            ids[call["id"]] = call_id = form.call_id(call["id"], function["name"], next(count))
             if form.text_arguments:
                 function["arguments"] = to_json(function["arguments"])
-            calls.append({**call, "id": own, "function": function})
+            calls.append({**call, "id": call_id, "function": function})
         if calls:
             message["tool_calls"] = calls
         if "tool_call_id" in message:
@@ -237,27 +232,27 @@ def for_template(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None)
 
 
 def with_system(messages: Sequence[dict[str, Any]], place: str) -> list[dict[str, Any]]:
-    """Messages with the system's where the chat template takes them, :func:`kvant.text.prompt.system_place`.
+    """Move system messages to where the template accepts them, see :func:`kvant.text.prompt.system_place`.
 
-    The others go into the user's message behind them, else into the one before them.
+    The others join the user message after them, or else the one before them.
     """
     made: list[dict[str, Any]] = []
-    held: list[str] = []  # texts of the system
+    pending: list[str] = []  # system texts to put into a user message
 
     def put_behind() -> None:
-        """Put what is held into the user's message that was the last, or into one of its own."""
-        if held:
+        """Put the pending texts into the last message if it is the user's, or into a new one."""
+        if pending:
             last = made.pop() if made and made[-1]["role"] == "user" else {"role": "user", "content": ""}
-            made.append({**last, "content": joined([last["content"], *held])})
-            held.clear()
+            made.append({**last, "content": joined([last["content"], *pending])})
+            pending.clear()
 
     for message in messages:
         role = message["role"]
         if role == "system" and not (place == "anywhere" or (place == "first" and not made)):
-            held.append(message["content"])
-        elif held and role == "user":
-            made.append({**message, "content": joined([*held, message["content"]])})
-            held.clear()
+            pending.append(message["content"])
+        elif pending and role == "user":
+            made.append({**message, "content": joined([*pending, message["content"]])})
+            pending.clear()
         else:
             put_behind()
             made.append(message)
@@ -266,7 +261,7 @@ def with_system(messages: Sequence[dict[str, Any]], place: str) -> list[dict[str
 
 
 def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> dict[str, Any]:
-    """Variables that switch thinking on or off. Where the model cannot do otherwise, the wish is left out."""
+    """Return variables that switch thinking on or off. The field is ignored if the model has no switch."""
     if SWITCH in mentioned(tokenizer):
         return {SWITCH: on}
     if on is not (marks_of(tokenizer) is not None):
@@ -275,9 +270,7 @@ def switched(tokenizer: Tokenizer, on: bool, field: str, left_out: LeftOut) -> d
 
 
 def with_effort(tokenizer: Tokenizer, effort: str | None, field: str, left_out: LeftOut) -> dict[str, Any]:
-    """Variables for an effort of thinking, the nearest that templates know; "none" switches it off, None
-    is free.
-    """
+    """Return variables for the nearest effort that templates know. "none" switches thinking off."""
     if effort is None:
         return {}
     if effort == "none":
@@ -289,16 +282,16 @@ def with_effort(tokenizer: Tokenizer, effort: str | None, field: str, left_out: 
 
 
 def opaque(thinking: str) -> str:
-    """Thinking for a client that keeps it without showing it. It is encoded, not encrypted."""
+    """Encode thinking, without encryption, for a client that stores it without showing it."""
     return OPAQUE + base64.b64encode(thinking.encode()).decode()
 
 
 def from_opaque(text: str, field: str, left_out: LeftOut) -> str:
-    """The thinking in a text of :func:`opaque`; that of another server is left out."""
+    """Decode thinking from :func:`opaque`. Another server's is ignored."""
     try:
         if text.startswith(OPAQUE):
             return base64.b64decode(text.removeprefix(OPAQUE), validate=True).decode()
-    except ValueError:  # no ASCII, no base64, or no UTF-8 in it
+    except ValueError:  # not ASCII, base64 or UTF-8
         pass
     left_out.add(field)
     return ""
@@ -306,15 +299,15 @@ def from_opaque(text: str, field: str, left_out: LeftOut) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A logits processor of one prompt."""
+    """A logits processor that ends thinking after a number of tokens. It serves one prompt."""
 
-    first: int  # the place of the answer's first token
-    tokens: int  # of thinking, its marks in the answer among them
-    start: int | None  # the token that begins thinking; None: the prompt has begun it
+    first: int  # position of the answer's first token
+    tokens: int  # maximum of thinking, including its marks in the answer
+    start: int | None  # the token that begins thinking; None: the prompt has opened it
     end: int  # the token that ends it
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """``tokens``: all so far (T,); ``logits``: (1, vocab)."""
+        """``tokens``: prompt and answer so far (T,); ``logits``: (1, vocab)."""
         if tokens.size - self.first < self.tokens - 1:
             return logits
         answer: list[int] = tokens[self.first :].tolist()  # type: ignore[assignment]
@@ -324,9 +317,7 @@ class ThinkingBudget:
 
 
 def thinking_tokens(tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Return the tokens that begin and end thinking; None if there are no marks or a mark is several
-    tokens.
-    """
+    """Return the tokens that begin and end thinking, or None without marks that are single tokens."""
     marks = marks_of(tokenizer)
     if marks is None:
         return None
@@ -340,13 +331,13 @@ def thinking_budget(tokenizer: Tokenizer, prompt: str, first: int, tokens: int) 
 
     Args:
         tokenizer: one for which :func:`thinking_tokens` is not None.
-        prompt: its end may have opened the thinking.
-        first: tokens of the prompt.
-        tokens: the most tokens of thinking.
+        prompt: rendered; its end may open the thinking.
+        first: the number of tokens in the prompt.
+        tokens: the maximum number of tokens of thinking.
     """
     marks = marks_of(tokenizer)
-    found = thinking_tokens(tokenizer)
+    pair = thinking_tokens(tokenizer)
     assert marks is not None
-    assert found is not None
-    start, end = found
+    assert pair is not None
+    start, end = pair
     return ThinkingBudget(first, tokens, None if marks.opened_by(prompt) else start, end)
