@@ -1,4 +1,4 @@
-"""The application: its routes, what becomes of an error, and ``/tokenize``."""
+"""The application: its routes, its error responses, and ``/tokenize``."""
 
 import asyncio
 from http import HTTPStatus
@@ -49,7 +49,7 @@ def make_app(registry: Registry) -> Starlette:
         routes.append(Route(path, endpoint, methods=["POST"]))
     routes += [*page.routes, *control.routes]
     pages = []
-    if origins := registry.settings.allow_origins:  # a browser asks without a key whether it may ask with one
+    if origins := registry.settings.allow_origins:  # a browser's preflight request has no key
         told = ("request-id", "retry-after", "x-kvant-ignored")
         pages = [Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",), expose_headers=told)]
     app = Starlette(
@@ -67,8 +67,8 @@ def make_app(registry: Registry) -> Starlette:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """An error in the shape of the interface that was asked."""
-    if isinstance(error, HTTPException):  # of a route that there is not
+    """Return an error in the shape of the path's interface."""
+    if isinstance(error, HTTPException):  # an unknown route or method
         said = _expected(request.url.path) if error.status_code == HTTPStatus.NOT_FOUND else error.detail
         error = ApiError(said, status=error.status_code, headers=error.headers)
     assert isinstance(error, ApiError)
@@ -77,10 +77,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _expected(path: str) -> str:
-    """What there is in the place of a path that there is not."""
+    """Return the message for a path that does not exist, with the ones that do."""
     if f"/v1{path}" in ENDPOINTS:
         return f"there is no {path[:200]}; expected /v1{path}"
-    ollama = "; Ollama's interface is not spoken here" if path.startswith("/api/") else ""
+    ollama = "; Ollama's interface is not supported" if path.startswith("/api/") else ""
     return f"there is no {path[:200]}{ollama}; expected one of {', '.join(ENDPOINTS)}"
 
 
@@ -96,12 +96,12 @@ class TokenizeBody(Fields, frozen=True):
 
     model: str | None = None
     prompt: str | None = None  # text, as /v1/completions reads it
-    messages: list[TokenizeMessage] | None = None  # in its place a conversation, through the chat template
-    return_token_strs: bool = False  # the vocabulary's string of each token is wanted too
+    messages: list[TokenizeMessage] | None = None  # a conversation instead, rendered by the chat template
+    return_token_strs: bool = False  # also return each token's string in the vocabulary
 
 
 async def tokenize(request: Request) -> Response:
-    """The ids, their number, and how many there may be."""
+    """Return the token ids, their number, and the context's size."""
     registry: Registry = request.app.state.registry
 
     async with await BodyReader.of(request) as reader:

@@ -1,4 +1,4 @@
-"""What the pool and the engine are doing, for a page that shows it: nothing of any text."""
+"""The state of the pool and the engine for the page that shows it, without any text."""
 
 import math
 import threading
@@ -15,36 +15,36 @@ from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Counts, Scheduler
 from kvant.server.errors import described, logger
 
-INTERVAL_S = 0.2  # between two looks at the pool
-WATCHED_S = 2.0  # after somebody asked
-KEPT_TOKENS = 4096  # whose times are kept: who asks more seldom misses some
+INTERVAL_S = 0.2  # between two snapshots of the pool
+WATCHED_S = 2.0  # snapshots go on for this long after a request
+MAX_TOKENS = 4096  # whose times are stored; a client that polls too rarely misses some
 
 
 class Live:
-    """Looks at the scheduler in the engine's thread, a few times a second while somebody asks.
+    """Take snapshots of the scheduler in the engine's thread, a few times a second while clients ask.
 
-    An answer has a number from 1 while it holds pages. The smallest that is free is given to the next one.
+    An answer with reserved pages is shown by a number: the smallest from 1 that is free when it starts.
     """
 
     def __init__(self, pool: Pool) -> None:
-        """``pool``: nobody uses it yet."""
+        """``pool`` must not be in use yet."""
         self.facts = _facts(pool)
         self._pool = pool
-        self._lock = threading.Lock()  # held to read or change what follows
+        self._lock = threading.Lock()  # guards the following fields
         self._state: dict[str, Any] = self._look([], Counts(0, 0, 0, pool.num_free))
-        self._asked = -math.inf  # when somebody did
-        self._tokens: deque[tuple[int, float, float | None]] = deque(maxlen=KEPT_TOKENS)
+        self._asked = -math.inf  # time of the last request
+        self._tokens: deque[tuple[int, float, float | None]] = deque(maxlen=MAX_TOKENS)
         self._generated = 0
-        # Only the engine's thread knows what follows.
+        # Only the engine's thread uses the following fields.
         self._numbers: dict[tuple[Request, int], int] = {}
         self._last: dict[tuple[Request, int], float] = {}
         self._looked = 0.0
         self._failed = False
 
     def observe(self, scheduler: Scheduler, tokens: Sequence[Token]) -> None:
-        """Take note of a step: :class:`kvant.engine.batch_engine.BatchEngine` calls it.
+        """Record a step. :class:`kvant.engine.batch_engine.BatchEngine` calls this.
 
-        An error ends the watching and not the engine. It is logged.
+        An error is logged and ends the recording, not the engine.
         """
         if self._failed:
             return
@@ -55,9 +55,7 @@ class Live:
             self._failed = True
 
     def read(self, known: int | None = None) -> dict[str, Any]:
-        """The state: what never changes, what is the case, and the times of the tokens since the first
-        ``known``.
-        """
+        """Return constants, the current state, and the times of the tokens after the first ``known``."""
         with self._lock:
             self._asked = time.perf_counter()
             since = self._generated if known is None else known
@@ -68,8 +66,8 @@ class Live:
 
     def _observe(self, scheduler: Scheduler, tokens: Sequence[Token]) -> None:
         now = time.perf_counter()
-        held = {(request, number): sequence for request, number, sequence in scheduler.reserved_answers}
-        for key in held:
+        reserved = {(request, number): sequence for request, number, sequence in scheduler.reserved_answers}
+        for key in reserved:
             self._number(key)
         times = []
         for token in tokens:
@@ -78,13 +76,13 @@ class Live:
                 before = self._last.get(key)
                 times.append((self._number(key), now, None if before is None else 1000 * (now - before)))
                 self._last[key] = now
-        for key in self._numbers.keys() - held.keys():
+        for key in self._numbers.keys() - reserved.keys():
             del self._numbers[key]
             self._last.pop(key, None)
         state = None
         if scheduler.idle or (now - self._asked < WATCHED_S and now - self._looked >= INTERVAL_S):
             self._looked = now
-            sequences = [(self._numbers[key], sequence) for key, sequence in held.items()]
+            sequences = [(self._numbers[key], sequence) for key, sequence in reserved.items()]
             state = self._look(sequences, scheduler.counts)
         with self._lock:
             self._tokens.extend(times)
@@ -94,12 +92,12 @@ class Live:
 
     def _number(self, key: tuple[Request, int]) -> int:
         if key not in self._numbers:
-            taken = set(self._numbers.values())
-            self._numbers[key] = next(number for number in range(1, len(taken) + 2) if number not in taken)
+            used = set(self._numbers.values())
+            self._numbers[key] = next(number for number in range(1, len(used) + 2) if number not in used)
         return self._numbers[key]
 
     def _look(self, sequences: Sequence[tuple[int, PoolSequence]], counts: Counts) -> dict[str, Any]:
-        """The state of the pool's pages, and what there is to do."""
+        """Return the state of the pool's pages and the counts of requests."""
         return {
             "waiting": counts.waiting,
             "prefilling": counts.prefilling,
@@ -113,7 +111,7 @@ class Live:
 
 
 def _facts(pool: Pool) -> dict[str, Any]:
-    """What never changes."""
+    """Return what never changes."""
     return {
         "format": describe_formats(pool.formats) or "states",
         "reserved_bytes": pool.nbytes,
@@ -133,11 +131,11 @@ def _facts(pool: Pool) -> dict[str, Any]:
 
 
 def _pages(place: int, group: LayerGroup, sequences: Sequence[tuple[int, PoolSequence]]) -> dict[str, Any]:
-    """Whose pages they are, in the layers of one part."""
+    """Return which sequence has which pages, in one layer group."""
     tables = [(number, sequence.tables[place]) for number, sequence in sequences]
-    held = {page for _, table in tables for page in table.pages}
+    used = {page for _, table in tables for page in table.pages}
     return {
-        "kept": _stretches(sorted(set(group.prefix.pages) - held)),  # beginnings that nobody reads now
+        "kept": _stretches(sorted(set(group.prefix.pages) - used)),  # cached prefixes that no sequence uses
         "sequences": [
             {"number": number, "start": table.start, "pages": _stretches(table.pages)}
             for number, table in tables
@@ -146,6 +144,6 @@ def _pages(place: int, group: LayerGroup, sequences: Sequence[tuple[int, PoolSeq
 
 
 def _stretches(pages: Sequence[int]) -> list[list[int]]:
-    """Pages in their order: one and how many follow one another from it on."""
-    found = runs(pages, 0, len(pages) * PAGE_SIZE)
-    return [[first // PAGE_SIZE, (end - first) // PAGE_SIZE] for first, end in found]
+    """Return runs of adjacent page numbers as [first, count]."""
+    stretches = runs(pages, 0, len(pages) * PAGE_SIZE)
+    return [[first // PAGE_SIZE, (end - first) // PAGE_SIZE] for first, end in stretches]

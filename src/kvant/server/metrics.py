@@ -1,4 +1,4 @@
-"""What is counted, in the form that Prometheus reads."""
+"""The server's metrics, in Prometheus's text format."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -16,15 +16,15 @@ from kvant.server.left_out import LeftOut
 from kvant.server.snapshot import Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_IGNORED = 64  # names of fields that are told apart: clients choose them
+MAX_IGNORED = 64  # distinct field names: clients choose them
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics(Collector):
-    """Counters of one server and what is the case when they are asked for, in a registry of their own."""
+    """The counters of one server and a snapshot of its state, in a registry of their own."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        """``snapshot``: returns what is the case now."""
+        """``snapshot`` returns the current state."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
@@ -35,7 +35,7 @@ class Metrics(Collector):
         self._ignored = counter(
             "kvant_ignored_fields", "Fields of requests that were left out, by name.", ["name"]
         )
-        self._names: set[str] = set()  # of fields that were left out
+        self._names: set[str] = set()  # of ignored fields
         self._answers = counter("kvant_answers", "Answers that ended, by reason.", ["reason"])
         self._prompt = counter("kvant_prompt_tokens", "Tokens of prompts.")
         self._cached = counter("kvant_cached_tokens", "Of them those that a shared prefix had.")
@@ -48,7 +48,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """All of it, as /metrics gives it."""
+        """Return the text of /metrics."""
         return generate_latest(self._registry)
 
     def loaded(self, model: str) -> None:
@@ -56,7 +56,7 @@ class Metrics(Collector):
         self._loads.labels(model).inc()
 
     def answered(self, route: str, status: int, left_out: LeftOut) -> None:
-        """Count a response, and what was left out of its request; a name is logged when it first comes."""
+        """Count a response and its request's ignored fields. Each name is logged once."""
         self._requests.labels(route, str(status)).inc()
         # A copy: if the client has left, a thread may still be reading its body and adding names.
         for name, said in list(left_out.names.items()):
@@ -66,7 +66,7 @@ class Metrics(Collector):
             self._ignored.labels(name if name in self._names else "other").inc()
 
     def counting(self, request: Request, deliver: Deliver) -> Callable[[Token], object]:
-        """``deliver``, with every token counted; called in the engine's thread."""
+        """Wrap ``deliver``, which the engine's thread calls, to count every token."""
         submitted = time.monotonic()
         last: dict[int, float] = {}
 
@@ -91,7 +91,7 @@ class Metrics(Collector):
         return count
 
     def collect(self) -> Iterable[Metric]:
-        """What the registry asks for each time, beside its counters."""
+        """Yield the metrics of the current snapshot. The registry calls this."""
         now = self._snapshot()
         version = GaugeMetricFamily("kvant_info", "1, with the version.", labels=["version"])
         version.add_metric([__version__], 1)

@@ -1,6 +1,4 @@
-"""The page: a chat in the browser and, beside it, what the pool and the engine are doing. Its files are in
-page/.
-"""
+"""The page: a chat in the browser and a view of the pool and the engine. Its files are in page/."""
 
 import hashlib
 from functools import cache
@@ -16,7 +14,7 @@ from kvant.server.registry import Registry
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_DIGITS = 16
 FOLDER = Path(__file__).parent / "page"
-# Everything comes from this server, and no text becomes script or markup.
+# Only this server's files may load, and text never becomes script or markup.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri "
     "'none'; "
@@ -28,14 +26,14 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked for again each time; the answer is 304 as long as it is the same
+    "Cache-Control": "no-cache",  # revalidate each time; an unchanged file is a 304
 }
 
 
 async def live(request: Request) -> Response:
-    """GET /live: what a model's pool and engine are doing.
+    """GET /live: the state of a model's pool and engine.
 
-    ?model=NAME: of this model; default: the first one. ?known=N: with the times of the tokens after the Nth.
+    ?model=NAME: default: the first model. ?known=N: include the times of the tokens after the Nth.
     """
     registry: Registry = request.app.state.registry
     model = registry.find(request.query_params.get("model"))
@@ -55,7 +53,7 @@ async def live(request: Request) -> Response:
 
 
 async def file(request: Request) -> Response:
-    """GET / and /page/NAME: the page and its files."""
+    """GET / and /page/NAME: return a file of the page."""
     name = request.path_params.get("name", "index.html")
     if name not in _files():
         raise ApiError(f"the page has no file {name!r:.80}", status=404)
@@ -68,7 +66,7 @@ async def file(request: Request) -> Response:
 
 @cache
 def _files() -> dict[str, tuple[bytes, str]]:
-    """The content of each file and its tag, by name."""
+    """Return each file's content and ETag by name."""
     contents = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
     return {
         name: (content, f'"{hashlib.sha256(content).hexdigest()[:16]}"') for name, content in contents.items()

@@ -1,4 +1,4 @@
-"""One line for each request, on the logger ``kvant.server.requests``. It has nothing of any text."""
+"""Log one line for each request on ``kvant.server.requests``, without any text of prompts or answers."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -11,13 +11,13 @@ from kvant.errors import printable
 from kvant.server.generation import Begun, End, Event, Text
 
 logger = logging.getLogger("kvant.server.requests")
-# Monitors and the page ask for these again and again: only their errors are logged.
+# Monitors and the page poll these; only their errors are logged.
 POLLED = frozenset({"/live", "/health", "/metrics", "/page/{name}", "/control/models"})
 MAX_NAME = 80  # columns of a path or of a model's name: clients choose them
 
 
 class Usage:
-    """What a request asked of the model, for its line in the log."""
+    """The model and token counts of a request, for its line in the log."""
 
     def __init__(self) -> None:
         self.model = ""  # the name that the client used; empty if nothing was generated
@@ -30,7 +30,7 @@ class Usage:
         self._prompt_tokens += prompt_tokens
 
     async def count(self, events: AsyncGenerator[Event, None], answers: int) -> AsyncGenerator[Event, None]:
-        """Pass on the events of a request, each prompt of which has this many answers, and count them."""
+        """Yield a request's events and count its tokens. Each of its prompts has ``answers`` answers."""
         async with aclosing(events):
             async for event in events:
                 match event:
@@ -52,7 +52,7 @@ class Usage:
 
 
 def log_request(scope: Scope, status: int, seconds: float, usage: Usage) -> None:
-    """Log a request that has ended; ``status`` 0: its client left before there was an answer."""
+    """Log a request that has ended. ``status`` 0: the client left before the response began."""
     route = getattr(scope.get("route"), "path", None)
     if route in POLLED and 0 < status < HTTPStatus.BAD_REQUEST:
         return

@@ -1,7 +1,7 @@
-"""A server as a process: it listens, answers until a signal comes, lets what is under way end, and ends.
+"""Run the server as a process: listen, answer until a signal comes, finish open requests, and exit.
 
-A connection cannot be held for nothing: they are bounded in number, and in the time that each of its parts
-takes.
+The number of connections is bounded, and so is the time for each phase of a connection, so that idle clients
+cannot occupy the server.
 """
 
 import asyncio
@@ -30,26 +30,25 @@ from kvant.server.registry import Registry
 from kvant.server.security import HALF_CLOSED
 from kvant.server.settings import Limits, Settings
 
-BACKLOG = 1024  # connections that wait to be accepted
-LAST_S = 2  # for what is written when the engine has ended
-FILES_BESIDE = 64  # open files that are no connections
-ACCEPTED = 4  # connections at once, each a file before it is counted; the system holds further ones
-# at once: so many bytes of chunks of one byte each take 20 ms, in which nothing else is done
+BACKLOG = 1024  # connections waiting to be accepted
+LAST_S = 2  # for writing responses after the engine has ended
+OTHER_FILES = 64  # open files other than connections
+ACCEPTED = 4  # connections accepted at once: each is a file before it is counted. Others queue in the kernel
+# read at once: parsing this many bytes as one-byte chunks blocks the event loop for 20 ms
 READ_BYTES = 16 << 10
 BUSY = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-SAME_S = 60  # until the event loop's same message is logged again
+SAME_S = 60  # before a repeated message of the event loop is logged again
 
 
 class Connection(H11Protocol):
-    """uvicorn's, with a time for the headers of a request, which it has not, and for a client that does not
-    read.
+    """Add time limits to uvicorn's connection: for a request's headers, and for a client that does not read.
 
-    A request's headers have ``header_s`` from the connection's start, and later ones from their first byte.
-    The body's time is bounded where it is read, :class:`kvant.server.security.Bodies`.
+    The headers of the first request must arrive within ``header_s`` of the connection's start, those of later
+    requests within ``header_s`` of their first byte. :class:`kvant.server.security.Bodies` limits the body.
     """
 
-    limits = Limits()  # a subclass has the server's
+    limits = Limits()  # a subclass sets the server's
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -58,7 +57,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's sockets; 256 KiB otherwise
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's; 256 KiB by default
         if len(self.connections) > self.limits.connections:
             self._refuse(BUSY)
         else:
@@ -82,11 +81,9 @@ class Connection(H11Protocol):
             self._expect_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection after the client closed its sending side: if an answer is
-        due.
+        """Return whether to keep a connection whose client closed its sending side: if an answer is due.
 
-        Such a client cannot be told from one that has gone, so the generation of a text ends as at a
-        disconnect.
+        Such a client looks like one that has disconnected, so the generation ends as at a disconnect.
         """
         if not self._answering or self.cycle.more_body:
             return False
@@ -106,7 +103,7 @@ class Connection(H11Protocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether there is a request with all its headers that has no whole answer yet."""
+        """Whether a request with complete headers has no complete answer yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_headers(self) -> None:
@@ -120,14 +117,14 @@ class Connection(H11Protocol):
 
 
 def bind(settings: Settings) -> socket.socket:
-    """A socket at the server's address, that does not listen yet."""
+    """Return a socket bound to the server's address that does not listen yet."""
     with _can_listen(settings):
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host.strip("[]"), settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for a restart
             bound.bind(address)
         except BaseException:
             bound.close()
@@ -138,12 +135,12 @@ def bind(settings: Settings) -> socket.socket:
 def serve(
     registry: Registry, bound: socket.socket, announce: Callable[[str], None] = lambda line: None
 ) -> int:
-    """Answer requests until SIGTERM, SIGHUP or SIGINT. Returns the process's exit code.
+    """Answer requests until SIGTERM, SIGHUP or SIGINT. Return the process's exit code.
 
     Args:
-        registry: is closed at the end.
-        bound: of :func:`bind`; is closed at the end.
-        announce: told a line when the server listens, and another when it begins to end.
+        registry: closed at the end.
+        bound: from :func:`bind`; closed at the end.
+        announce: called with a line when the server listens, and with another when it begins to end.
     """
     try:
         with _can_listen(registry.settings):
@@ -153,19 +150,19 @@ def serve(
         return server.exit_code
     finally:
         bound.close()
-        registry.close(0 if registry.draining else 10)  # it was waited for already, or not
+        registry.close(0 if registry.draining else 10)  # if draining, it was already waited for
         for service in registry.loaded:
             service.tokenizer.close()
 
 
 def url_of(bound: socket.socket) -> str:
-    """The address at which a bound socket is reached."""
+    """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with another end: requests under way are answered first, while new ones get 503."""
+    """Make uvicorn's server answer open requests before it ends, while new ones get 503."""
 
     def __init__(self, app: Starlette, registry: Registry, announce: Callable[[str], None]) -> None:
         limits = registry.settings.limits
@@ -193,17 +190,17 @@ class Server(uvicorn.Server):
         self._registry = registry
         self._announce = announce
         self._ending: asyncio.Task[None] | None = None
-        self._logged: dict[str, float] = {}  # when, by the event loop's message
+        self._logged: dict[str, float] = {}  # time by the event loop's message
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(self._log)
-        logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of every client that went away
+        logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns about every client that disconnects
         await super().startup(sockets)
         self._registry.start()
         assert sockets is not None
         for each in sockets:
-            each.listen(BACKLOG)  # the event loop took it for what it accepts at once
+            each.listen(BACKLOG)  # asyncio listened with ACCEPTED, which it also accepts at once
         self._announce(url_of(sockets[0]))
 
     @contextmanager
@@ -231,15 +228,14 @@ class Server(uvicorn.Server):
         self._ending = asyncio.get_running_loop().create_task(self.end())
 
     async def end(self) -> None:
-        """Take no further requests, let those under way end, and stop."""
+        """Refuse new requests, wait for open ones, and stop."""
         registry = self._registry
         limits = registry.settings.limits
         registry.draining = True
         if registry.active:
             self._announce(
                 f"ending when {registry.active} requests are answered, after {limits.drain_s:g} seconds at "
-                f"most; "
-                "another signal ends at once"
+                "most; another signal ends at once"
             )
         until = time.monotonic() + limits.drain_s
         while registry.active and registry.alive and time.monotonic() < until:
@@ -248,7 +244,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _log(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop that nobody waits for: its kind and place, and not its text."""
+        """Log the type and place, not the text, of an error in the event loop that nobody awaits."""
         message = context["message"]
         now = time.monotonic()
         if now - self._logged.get(message, -math.inf) >= SAME_S:
@@ -257,25 +253,22 @@ class Server(uvicorn.Server):
             logger.error("%s%s", message, "" if error is None else f": {described(error)}")
 
 
-def _allowed_connections(wanted: int) -> int:
-    """How many connections this process may have, if it may have so many files. Their number is raised if
-    it can be.
-    """
+def _allowed_connections(connections: int) -> int:
+    """Return how many connections the limit of open files allows, after raising that limit if possible."""
     if sys.platform == "win32":
-        return wanted
+        return connections
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = wanted + FILES_BESIDE
+    count = connections + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
             soft = most
     if soft == resource.RLIM_INFINITY or soft >= count:
-        return wanted
-    # Those that were accepted and are not counted yet, those that are refused and not closed yet, a new
-    # process.
+        return connections
+    # The margin: connections that are accepted but not counted, or refused but not closed, and a new process.
     return max(1, soft - len(os.listdir("/dev/fd")) - 6 * ACCEPTED)
 
 
@@ -284,6 +277,6 @@ def _can_listen(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        taken = "; another process listens there" if error.errno == errno.EADDRINUSE else ""
-        said = f"cannot listen on {settings.host} port {settings.port}: {one_line(error)}{taken}"
-        raise KvantError(said) from error
+        reason = "; another process listens there" if error.errno == errno.EADDRINUSE else ""
+        message = f"cannot listen on {settings.host} port {settings.port}: {one_line(error)}{reason}"
+        raise KvantError(message) from error

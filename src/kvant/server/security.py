@@ -1,7 +1,7 @@
-"""Who may ask, and how much: Host, Origin and key of every request, and the size and time of its body.
+"""Check every request's Host, Origin and key, and bound the size and time of its body.
 
-A web page of a stranger can have its name resolve to 127.0.0.1, and then asks a server there as if it were
-its own (DNS rebinding). Its requests still name its host. So only requests to the server's own names pass.
+A malicious web page can make its own name resolve to 127.0.0.1 and then call a server there as if it were its
+own (DNS rebinding). Such requests still name the page's host, so only the server's own names are accepted.
 """
 
 import asyncio
@@ -28,43 +28,41 @@ from kvant.server.request_log import Usage, log_request
 from kvant.server.settings import LOOPBACK_NAMES, address_of
 
 ANTHROPIC_PATH = "/v1/messages"
-CONTROL_PREFIX = "/control/"  # of routes that need the server's own token, whatever the clients' keys
+CONTROL_PREFIX = "/control/"  # these routes need the server's control token instead of a client's key
 WHILE_ENDING = ("/health", "/metrics")  # answered until the end
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]\s]+)(?::[0-9]{1,5})?", re.IGNORECASE)
-MORE_BYTES = 64 << 20  # that are read of a body that is too long, and forgotten
+MORE_BYTES = 64 << 20  # read beyond the limit of a body and discarded
 
 CLOSE = {"connection": "close"}
-HALF_CLOSED = "half_closed"  # in a request's state: its client sends no more
-FORGET = "forget_body"  # in a request's state: called when nothing needs its body any more
-MAX_VALUES = 200_000  # of a body's JSON: decoded in a tenth of a second
+HALF_CLOSED = "half_closed"  # in a request's state: its client has closed its sending side
+FORGET = "forget_body"  # in a request's state: the function to call when its body is no longer needed
+MAX_VALUES = 200_000  # JSON values in a body: they decode in a tenth of a second
 NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 PIECE_BYTES = 1 << 16
 
 
 def error_response(scope: Scope, error: ApiError) -> Response:
-    """An error as the interface of the path has it."""
+    """Return an error response in the shape of the path's interface."""
     if scope["path"].startswith(ANTHROPIC_PATH):
         return JSONResponse(error.anthropic(scope["state"]["request_id"]), error.status, error.headers)
     return JSONResponse(error.openai(), error.status, error.headers)
 
 
 class Guard:
-    """The outermost layer: requests to other hosts or from other origins are refused, and no error passes
-    it.
-    """
+    """The outermost layer: refuses requests to other hosts or from other origins, and stops all errors."""
 
     def __init__(self, app: ASGIApp, registry: Registry) -> None:
         self._app = app
         self._registry = registry
         host = registry.settings.host.lower().strip("[]")
         address = address_of(host)
-        # it listens on all addresses of its machine
+        # the server listens on all addresses of the machine
         self._on_all = address is not None and address.is_unspecified
-        own = [f"[{host}]" if ":" in host else host]
+        names = [f"[{host}]" if ":" in host else host]
         if self._on_all:
             machine = socket.gethostname().lower()
-            own = [machine, f"{machine.partition('.')[0]}.local"]
-        self._hosts = {*LOOPBACK_NAMES, *own}  # names, in lower case, that a Host header may have
+            names = [machine, f"{machine.partition('.')[0]}.local"]
+        self._hosts = {*LOOPBACK_NAMES, *names}  # accepted names in a Host header, in lower case
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope.setdefault("state", {})["request_id"] = f"req_{uuid.uuid4().hex}"
@@ -104,36 +102,36 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        # RFC 9112, 6.1: two ends of one body
+        # RFC 9112, 6.1: two definitions of the body's end
         if "content-length" in headers and "transfer-encoding" in headers:
-            said = "the request has a Content-Length and a Transfer-Encoding; expected one of them"
-            return ApiError(said, headers=CLOSE)
+            message = "the request has both Content-Length and Transfer-Encoding; expected one of them"
+            return ApiError(message, headers=CLOSE)
         hosts = headers.getlist("host")
         origins = headers.getlist("origin")
-        if len(hosts) != 1 or not self._is_own(hosts[0]):
+        if len(hosts) != 1 or not self._is_allowed(hosts[0]):
             names = ", ".join(sorted(self._hosts))
             return ApiError(
                 f"the Host header is {', '.join(hosts)[:200]!r}; expected one of {names}", status=403
             )
         allowed = (f"http://{hosts[0]}", f"https://{hosts[0]}", *self._registry.settings.allow_origins)
         if len(origins) > 1 or (origins and origins[0].lower() not in {each.lower() for each in allowed}):
-            said = ", ".join(origins)[:200]
-            return ApiError(f"the Origin header is {said!r}, which --allow-origin does not name", status=403)
+            sent = ", ".join(origins)[:200]
+            return ApiError(f"the Origin header is {sent!r}, which --allow-origin does not name", status=403)
         if self._registry.draining and scope["path"] not in WHILE_ENDING:
             return _ending()
         return None
 
-    def _is_own(self, host: str) -> bool:
-        if not (found := HOST.fullmatch(host)):
+    def _is_allowed(self, host: str) -> bool:
+        if not (match := HOST.fullmatch(host)):
             return False
-        name = found[1].lower()
+        name = match[1].lower()
         if name in self._hosts:
             return True
-        return self._on_all and address_of(name) is not None  # a name can be rebound, an address cannot
+        return self._on_all and address_of(name) is not None  # a name can be rebound; an address cannot
 
 
 class Keys:
-    """The layer that compares a client's key with those of the server, on every route, in constant time."""
+    """The layer that checks a client's key on every route, in constant time."""
 
     def __init__(self, app: ASGIApp, registry: Registry) -> None:
         self._app = app
@@ -143,61 +141,60 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else ""
-        key = (given or headers.get("x-api-key", "").strip()).encode("latin-1")  # empty where there is none
+        token = bearer.strip() if scheme.lower() == "bearer" else ""
+        key = (token or headers.get("x-api-key", "").strip()).encode("latin-1")  # empty if there is none
         digest = hashlib.sha256(key).digest()
-        # each of them, whichever matches
+        # compare with all of them, for constant time
         same = [hmac.compare_digest(digest, each) for each in self._digests]
         if scope["path"].startswith(CONTROL_PREFIX):
             if not hmac.compare_digest(digest, self._control):
-                message = "only `kvant ps` and `kvant stop` of the server's user may ask this"
+                message = "only `kvant ps` and `kvant stop` may use this path, run by the server's user"
                 refused = ApiError(message, status=403)
                 await error_response(scope, refused)(scope, receive, send)
                 return
             same = [True]
-        # The page's own files are the same for everybody; the page asks for the key, and all that it does
-        # needs one.
+        # The page's files are public. The page asks its user for the key and sends it with every request.
         page = scope["path"] == "/" or scope["path"].startswith("/page/")
         if self._digests and not any(same) and not page:
-            said = "the key is wrong" if key else "there is no key"
-            message = f"{said}; expected Authorization: Bearer KEY, or x-api-key: KEY"
+            reason = "the key is wrong" if key else "there is no key"
+            message = f"{reason}; expected Authorization: Bearer KEY, or x-api-key: KEY"
             refused = ApiError(
                 message, status=401, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
             )
             await error_response(scope, refused)(scope, receive, send)
             return
-        scope["state"]["salt"] = digest if self._digests else b""  # where any key will do, it says nothing
+        scope["state"]["salt"] = digest if self._digests else b""  # without keys, a client's key is ignored
         await self._app(scope, receive, send)
 
 
 class Body:
-    """What was received of a request's body, as long as there is room for it."""
+    """The received bytes of a request's body, unless they were dropped for lack of room."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self.parts: list[bytes] = []
-        self.num_bytes = 0  # bytes of the parts
-        self.count = 0  # bytes received, with those that were dropped
-        self.fits = True  # nothing was dropped
+        self.chunks: list[bytes] = []
+        self.num_bytes = 0  # bytes of the chunks
+        self.count = 0  # bytes received, including dropped ones
+        self.fits = True  # False: bytes were dropped
 
     def drop(self) -> int:
-        """Drop what was received, and all that follows. Return how many bytes were freed."""
+        """Drop the received bytes and all later ones. Return how many bytes were freed."""
         freed = self.num_bytes
         self.num_bytes = 0
         self.fits = False
-        self.parts.clear()
+        self.chunks.clear()
         return freed
 
 
 class Bodies:
-    """The layer that reads a body to its end, within bounds, before anything looks at it."""
+    """The layer that reads a complete body, within bounds, before it is processed."""
 
     def __init__(self, app: ASGIApp, registry: Registry) -> None:
         self._app = app
         self._registry = registry
         self._limits = registry.settings.limits
         self._num_bytes = 0  # bytes of the bodies that requests still need
-        self._coming: set[Body] = set()  # those that have no end yet
+        self._coming: set[Body] = set()  # incomplete bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body()
@@ -210,15 +207,15 @@ class Bodies:
             return
         else:
             works = scope["method"] == "POST"
-            if works and self._registry.draining:  # since its headers came
+            if works and self._registry.draining:  # the server began to end after the headers arrived
                 await error_response(scope, _ending())(scope, receive, send)
                 return
             self._registry.active += works
             scope["state"][FORGET] = partial(self._forget, body)
             try:
-                with ExitStack() as leases:  # of models: they stay loaded until the answer has been sent
+                with ExitStack() as leases:  # keep models loaded until the answer has been sent
                     scope["state"]["leases"] = leases
-                    await self._app(scope, _replaying(body.parts, receive, scope["state"]), send)
+                    await self._app(scope, _replaying(body.chunks, receive, scope["state"]), send)
             finally:
                 self._registry.active -= works
         finally:
@@ -226,16 +223,16 @@ class Bodies:
             self._forget(body)
 
     def _forget(self, body: Body) -> None:
-        """Make room for others."""
+        """Free the room of a body."""
         self._num_bytes -= body.drop()
 
     async def _read(self, headers: Headers, receive: Receive, body: Body) -> None:
-        """Read a body whole. It is then the only one of its parts."""
+        """Read a complete body, which is then a single chunk."""
         limits = self._limits
         message = f"the body is longer than {limits.body_bytes} bytes"
         too_long = ApiError(message, status=413, code="request_too_large", headers=CLOSE)
         if "expect" in headers and int(headers.get("content-length", "0")) > limits.body_bytes:
-            raise too_long  # its sender waits for leave to send it
+            raise too_long  # the client waits for permission to send it
         try:
             await asyncio.wait_for(self._receive(receive, body), limits.body_s)
         except TimeoutError:
@@ -247,38 +244,38 @@ class Bodies:
         if not body.fits:
             message = "the server holds as many bytes of requests as it may; try again later"
             raise ApiError(message, status=503, headers={"retry-after": "1"})
-        whole = b"".join(body.parts)
-        body.parts[:] = [whole]
+        whole = b"".join(body.chunks)
+        body.chunks[:] = [whole]
         if (count := count_marks(whole)) > MAX_VALUES:
-            count = await asyncio.to_thread(count_values, whole)  # commas of texts do not count
+            count = await asyncio.to_thread(count_values, whole)  # exact: without the commas in strings
         if count > MAX_VALUES:
             raise ApiError(f"the body has {count} values of JSON; expected {MAX_VALUES} at most")
 
     async def _receive(self, receive: Receive, body: Body) -> None:
         """Receive a body to its end, or until it is too long to be a mistake.
 
-        A body that is too long, or that there is no room for, is received too and dropped: its sender does
-        not read the answer before it has sent everything.
+        A body that is too long or has no room is received and dropped, because clients send everything before
+        they read the answer.
         """
         more = True
         while more and body.count <= self._limits.body_bytes + MORE_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            part = message.get("body", b"")
+            chunk = message.get("body", b"")
             more = message.get("more_body", False)
-            body.count += len(part)
+            body.count += len(chunk)
             if not body.fits:
                 continue
-            if body.count <= self._limits.body_bytes and self._has_room(len(part), body):
-                body.parts.append(part)
-                body.num_bytes += len(part)
-                self._num_bytes += len(part)
+            if body.count <= self._limits.body_bytes and self._has_room(len(chunk), body):
+                body.chunks.append(chunk)
+                body.num_bytes += len(chunk)
+                self._num_bytes += len(chunk)
             else:
                 self._forget(body)
 
     def _has_room(self, count: int, body: Body) -> bool:
-        """Return whether ``count`` more bytes of a body can be held.
+        """Return whether there is room for ``count`` more bytes of a body.
 
         If there is no room, the largest of the slow bodies are dropped, unless this body is slow itself.
         """
@@ -296,15 +293,13 @@ def _ending() -> ApiError:
     return ApiError(ENDING, status=503, headers=headers)
 
 
-def _replaying(parts: list[bytes], receive: Receive, state: Mapping[str, Any]) -> Receive:
-    """The body that was read, which is then forgotten here, and what else comes: that the client may have
-    gone.
-    """
+def _replaying(chunks: list[bytes], receive: Receive, state: Mapping[str, Any]) -> Receive:
+    """Return a ``receive`` that yields the body once, without keeping it, and then reports a disconnect."""
 
     async def replay() -> Message:
         message: Message | None = None
-        if parts:
-            message = {"type": "http.request", "body": parts.pop(), "more_body": False}
+        if chunks:
+            message = {"type": "http.request", "body": chunks.pop(), "more_body": False}
         elif not state.get(HALF_CLOSED):
             message = await receive()
             if state.get(HALF_CLOSED):
@@ -315,23 +310,22 @@ def _replaying(parts: list[bytes], receive: Receive, state: Mapping[str, Any]) -
 
 
 def count_values(body: bytes) -> int:
-    """At least as many values as a body of JSON has in its arrays and objects.
+    """Return an upper bound of the number of values in a JSON body's arrays and objects.
 
-    It is the commas and opening brackets outside of strings. Eight million bytes of ``[],[],`` would hold up
-    every thread for seconds while they are decoded, and take 180 MB. This is done piece by piece, so that
-    others come between.
+    It counts commas and opening brackets outside of strings. Decoding eight million bytes of ``[],[],`` would
+    take 180 MB and block every thread for seconds. This works in pieces, so that other threads can run.
     """
-    # Two backslashes are one, and end before the next character. What then follows one is no end of a string.
+    # Remove escaped backslashes first; then a quote after a backslash does not end a string.
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, NO_MARKS)
-    found = 0
-    inside = 0  # 1: the next part is in a string
+    count = 0
+    inside = 0  # 1: the next piece begins inside a string
     for start in range(0, len(bare), PIECE_BYTES):
         parts = bare[start : start + PIECE_BYTES].split(b'"')
-        found += sum(map(len, parts[inside::2]))
+        count += sum(map(len, parts[inside::2]))
         inside = (inside + len(parts) - 1) % 2
-    return found
+    return count
 
 
 def count_marks(body: bytes) -> int:
-    """No fewer than :func:`count_values`, at once: with those in strings."""
+    """Return a quick upper bound of :func:`count_values` that includes commas and brackets in strings."""
     return sum(map(body.count, (b",", b"[", b"{")))

@@ -1,4 +1,4 @@
-"""What a server is started with: the model, its memory, where it listens, and what it grants."""
+"""The settings of a server: model, memory, address, access and limits."""
 
 import math
 import re
@@ -21,22 +21,22 @@ MAX_SEQUENCES = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of what a client may send or hold. Times are seconds."""
+    """Limits on what clients may send and occupy. Times are in seconds."""
 
     body_bytes: int = 8 << 20  # of a request's body
-    # of all bodies until their prompts are accepted; beyond them a request gets 503
+    # of all bodies until their prompts are accepted; further requests get 503
     all_bodies_bytes: int = 32 << 20
-    header_bytes: int = 64 << 10  # of a request's line and headers that come in pieces
-    connections: int = 1000  # at once; one more is answered with 503
+    header_bytes: int = 64 << 10  # of an incomplete request line with headers
+    connections: int = 1000  # at once; further ones get 503
     # from a request's first byte, or the connection's start, to the end of its headers
     header_s: float = 10.0
-    idle_s: float = 30.0  # that a connection may wait for its next request
+    idle_s: float = 30.0  # between two requests on a connection
     body_s: float = 60.0  # for the whole body
-    slow_s: float = 2.0  # a body that takes longer is dropped if others need its room
-    write_s: float = 60.0  # that a client may not read what is written to it
-    drain_s: float = 30.0  # that requests under way may go on after the first signal
-    stall_s: float = 120.0  # without a sign of life of the engine, after which it counts as failed
-    # that a model stays loaded at least, before it is unloaded to make room for another
+    slow_s: float = 2.0  # a slower body is dropped if others need its room
+    write_s: float = 60.0  # without the client reading what is written
+    drain_s: float = 30.0  # for open requests after the first signal
+    stall_s: float = 120.0  # without progress of the engine, before it counts as failed
+    # minimum time that a model stays loaded before it may make room for another
     stay_s: float = 5.0
 
 
@@ -45,7 +45,7 @@ class Settings:
     """Checked settings of a server."""
 
     model: str = POCKET  # as for :func:`kvant.engine.load.find_model`
-    aliases: tuple[str, ...] = ()  # further names of the model, or patterns of names
+    aliases: tuple[str, ...] = ()  # additional names of the model, or patterns
     host: str = "127.0.0.1"  # an address or name to listen on
     port: int = 8080  # 0: any that is free
     sequences: int = 4  # answers at once
@@ -53,22 +53,22 @@ class Settings:
     max_kv_size: int | None = None
     cache: CacheOptions = DEFAULT_OPTIONS
     prefill_step_size: int = 512
-    deterministic: bool = False  # an answer does not depend on those beside it
-    # what answers draft from, where a request says nothing; "model" needs a draft model
+    deterministic: bool = False  # an answer does not depend on other answers in its batch
+    # default source of drafts; "model" needs a draft model
     draft: ServedSource = "none"
     max_queue: int = 64  # requests that may wait
-    # what is not known or cannot be heeded of a request is refused; else left out, and said
+    # refuse unknown and unsupported fields; else ignore and report them
     strict: bool = False
-    # For the chat template of every conversation; a request's own go before them.
+    # For the chat template of every conversation; a request's variables override them.
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     # how hidden states become a vector; None: as the model's sentence-transformers files say
     pooling: PoolingKind | None = None
-    # one of which a client has to have; none: any will do
+    # a client must send one of them; empty: no key is needed
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_origins: tuple[str, ...] = ()  # web pages of these origins may use the server
     limits: Limits = field(default_factory=Limits)
-    keep_alive_s: float = math.inf  # seconds without a request after which a model is unloaded
-    # what `kvant ps` and `kvant stop` send; only this user can read it, in the record of running servers
+    keep_alive_s: float = math.inf  # an idle model is unloaded after so many seconds
+    # sent by `kvant ps` and `kvant stop`, which read it from a file of this user's running servers
     control_token: str = field(default_factory=secrets.token_urlsafe, repr=False)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Settings:
 
 
 def address_of(host: str) -> IPv4Address | IPv6Address | None:
-    """The address that a host is; None: it is a name."""
+    """Return the IP address of a host, or None if it is a name."""
     try:
         return ip_address(host.strip("[]"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whose turn it is where one thing is done at a time and may take seconds: a grammar, a large body."""
+"""A fair queue for slow work that is done one at a time: compiling a grammar, decoding a large body."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
@@ -9,54 +9,62 @@ from typing import TypeVar, TypeVarTuple
 
 from kvant.errors import QueueFullError
 
-PLACE_SIZE = 256  # of an entry's size, for which one that came later may go first
+PLACE_SIZE = 256  # so much size delays an entry by one arrival
 
 T = TypeVar("T")
-Given = TypeVarTuple("Given")
-Entry = tuple[int, int, "asyncio.Future[None]"]  # its place, its arrival, and what is waited for
+Args = TypeVarTuple("Given")
+Entry = tuple[int, int, "asyncio.Future[None]"]  # priority, arrival, and the future that begins its turn
 
 
 class TurnQueue:
-    """Gives turns in the thread of one event loop.
+    """Grants turns to the tasks of one event loop, to clients in rotation.
 
-    Clients take turns. Of one client's entries the small ones go first, but none waits for ever.
+    Among one client's entries, small ones go first, but every entry's turn comes.
     """
 
     def __init__(self, name: str = "kvant-turns") -> None:
-        """``name``: of the thread of :meth:`run`, apart from the default pool, which others wait for."""
+        """``name`` is the thread's. A separate thread leaves the default pool to others."""
         self._thread = ThreadPoolExecutor(1, name)
         self._busy = False
         self._arrivals = count()
-        self._waiting: dict[Hashable, list[Entry]] = {}  # by client, in the order of their turns
+        self._waiting: dict[Hashable, list[Entry]] = {}  # by client, next client first
 
     @property
     def waiting(self) -> int:
-        """How many wait for their turn."""
+        """The number of waiting entries."""
         return sum(map(len, self._waiting.values()))
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Call a function in the queue's thread; the caller has a turn."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the queue's thread. The caller must have a turn."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def run(
-        self, client: Hashable, size: int, room: int, work: Callable[[*Given], T], *given: *Given
+        self,
+        client: Hashable,
+        size: int,
+        room: int,
+        function: Callable[[*Args], T],
+        *arguments: *Args,
     ) -> T:
-        """Call a function in the queue's thread, in a turn; the others are as for :meth:`turn`."""
+        """Wait for a turn as in :meth:`turn`, then call a function in the queue's thread."""
         async with self.turn(client, size, room):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     @asynccontextmanager
     async def turn(self, client: Hashable, size: int, room: int) -> AsyncIterator[None]:
         """Wait for a turn, which lasts as long as the context.
 
         Args:
-            client: whose turn it is.
-            size: what it takes about, such as the bytes of a grammar or the marks of a body.
-            room: how many may wait. A QueueFullError is raised if this one has to, and as many do.
+            client: the client that gets the turn.
+            size: an estimate of the work, such as the bytes of a grammar or the values of a body.
+            room: the maximum number of waiting entries, counting this one.
+
+        Raises:
+            QueueFullError: a turn is not free, and ``room`` entries are waiting.
         """
         if self._busy:
             if self.waiting >= room:
-                raise QueueFullError("as many requests wait as may; try again later")
+                raise QueueFullError("the queue of waiting requests is full; try again later")
             await self._wait(client, size)
         self._busy = True
         try:
@@ -78,7 +86,7 @@ class TurnQueue:
             raise
 
     def _give_on(self) -> None:
-        """End a turn, and begin one of the next client."""
+        """End a turn and begin the next client's."""
         self._busy = False
         while self._waiting and not self._busy:
             client, entries = next(iter(self._waiting.items()))
@@ -89,7 +97,7 @@ class TurnQueue:
                 self._busy = True
 
     def _take(self, client: Hashable, entry: Entry) -> None:
-        """Take one out. Its client's others go behind those of other clients."""
+        """Remove an entry and move its client behind the other clients."""
         entries = self._waiting.pop(client)
         entries.remove(entry)
         if entries:
