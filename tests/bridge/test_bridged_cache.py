@@ -94,7 +94,7 @@ def test_a_state_takes_all_of_a_step_or_nothing(name: str) -> None:
     model, _ = build(name)
     cache, fresh = (make_model_cache(model, 64) for _ in range(2))
     feed(model, cache, PROMPT, commits=False)
-    with pytest.raises(ValueError, match="num_tokens is 2; the step has 30, and the state of a linear layer"):
+    with pytest.raises(ValueError, match="num_tokens is 2; expected 30: the state of a linear layer"):
         cache.commit(2)
     cache.commit(30)
     assert not can_trim_prompt_cache(cache)

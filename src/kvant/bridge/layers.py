@@ -1,7 +1,6 @@
-"""A layer in one step, as mlx-lm's model sees its cache.
+"""The cache of a layer in one step, as mlx-lm's model sees it.
 
-R rows: sequences of the step, B of them real and the others padding. S new tokens each, K kv heads, D
-head_dim.
+R rows: the sequences of the step and padding rows. S new tokens in each, K kv heads, D head_dim.
 """
 
 import math
@@ -27,66 +26,68 @@ from kvant.operators.paged_rows import PagedRows, read_rows
 from kvant.operators.row_runs import cut_runs
 from kvant.operators.stored_tokens import float_tokens
 
-UNKNOWN = -1  # in place of a window
+UNKNOWN = -1  # stands for a window that a mask does not reveal
 Mask = mx.array | str | None
 
 
 @dataclass
 class StepRows:
-    """What the layers that share page tables have in common in a step."""
+    """The state of a step that layers with the same page tables share."""
 
-    rows: PagedRows  # where the tokens are
+    rows: PagedRows  # locations of the tokens
     window: int | None  # tokens that a query sees; None: all
-    lengths: tuple[int, ...]  # tokens of each of the R rows before the step
+    lengths: tuple[int, ...]  # tokens before the step in each of the R rows
     new_tokens: int  # S
-    # by the window asked for, and T
+    # by requested window and T
     masks: dict[tuple[int | None, int], mx.array] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: PoolBatch, group: LayerGroup, new_tokens: int) -> "StepRows":
-        """What the layers of a group have in common in a step that a batch has begun."""
+        """Return the shared state of a group's layers in a step that the batch has begun."""
         step = cls(batch.placed(group), group.window, batch.lengths, new_tokens)
-        if group.in_chunks:  # all that is read: for the rest there is the model's mask
+        if group.in_chunks:  # read all of the chunk; the model's mask hides the rest
             step.window = step.longest
         return step
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether the step has one row."""
+        """True if the step has one row."""
         return len(self.lengths) == 1
 
     @cached_property
     def offset(self) -> int | mx.array:
-        """Tokens before the step: of one row an int, otherwise (R,)."""
+        """Tokens before the step: an int for one row, else (R,)."""
         return self.lengths[0] if self.is_single else mx.array(self.lengths)
 
     @cached_property
     def counts(self) -> list[int]:
-        """How many tokens of each sequence are read, those that wait to be written included."""
+        """Tokens read of each sequence, including those that are not written yet."""
         waiting = self.new_tokens if self.rows.new is None else 0
         return [sum(end - first for first, end in runs) + waiting for runs in self.rows.runs]
 
     @cached_property
     def longest(self) -> int:
-        """T."""
+        """T, the most tokens read of a sequence."""
         return max(self.counts)
 
     @cached_property
     def padded_rows(self) -> mx.array:
-        """The rows that are read, (R * T,): shorter sequences on the right, as mlx-lm pads them."""
-        parts = []
+        """Indices (R * T,) of the rows to read. As in mlx-lm, shorter sequences are padded on the left."""
+        pieces = []
         for count, runs in zip(self.counts, self.rows.runs, strict=True):
-            # row 0 in place of none; masks leave it out
-            parts += [
+            # row 0 serves as padding; masks hide it
+            pieces += [
                 mx.zeros(self.longest - count, mx.int32),
                 *(mx.arange(first, end) for first, end in runs),
             ]
-        parts.append(mx.zeros(self.longest * (len(self.lengths) - len(self.rows.runs)), mx.int32))
-        return mx.concatenate(parts)
+        pieces.append(mx.zeros(self.longest * (len(self.lengths) - len(self.rows.runs)), mx.int32))
+        return mx.concatenate(pieces)
 
     def mask(self, window: int | None) -> mx.array:
-        """Which of the tokens that are read each query sees: boolean (R, 1, S, T), and (S, T) of one row."""
-        T, S, R = self.longest, self.new_tokens, len(self.lengths)
+        """Return the read tokens that each query sees: boolean (R, 1, S, T), or (S, T) for one row."""
+        T = self.longest
+        S = self.new_tokens
+        R = len(self.lengths)
         if (window, T) not in self.masks:
             first = [*self.rows.first, *[0] * (R - len(self.rows.first))]
             self.masks[window, T] = (
@@ -97,9 +98,7 @@ class StepRows:
         return self.masks[window, T]
 
     def seen(self, mask: Mask) -> PagedRows | None:
-        """The rows that a mask shows of each sequence, all up to a query's own; None: not known, or they
-        go with it.
-        """
+        """Return the rows that a mask shows, up to each query's own; None if unknown or query-dependent."""
         window = self._window_of(mask)
         if window == UNKNOWN:
             return None
@@ -107,27 +106,26 @@ class StepRows:
             return self.rows
         if self.new_tokens > 1:
             return None
-        # Some models show a window of what a layer without one keeps.
-        hidden = [max(0, count - window) for count in self.counts]
-        counted = zip(self.rows.runs, hidden, self.counts, strict=True)
+        # Some models mask a window in a layer that stores all tokens.
+        skipped = [max(0, count - window) for count in self.counts]
+        counted = zip(self.rows.runs, skipped, self.counts, strict=True)
         return replace(
             self.rows,
-            runs=[cut_runs(own, first, count) for own, first, count in counted],
-            first=[first + more for first, more in zip(self.rows.first, hidden, strict=True)],
+            runs=[cut_runs(row_runs, first, count) for row_runs, first, count in counted],
+            first=[first + more for first, more in zip(self.rows.first, skipped, strict=True)],
         )
 
     def seen_pages(self, mask: Mask) -> StepPages | None:
-        """:meth:`seen` for the fused kernel; None also for a step that it does not take."""
-        window, pages = self._window_of(mask), self.rows.pages
+        """Return :meth:`seen` for the fused kernel, or None if the kernel does not support the step."""
+        window = self._window_of(mask)
+        pages = self.rows.pages
         return None if pages is None or window == UNKNOWN else replace(pages, window=window)
 
     def _window_of(self, mask: Mask) -> int | None:
-        """How many tokens a query sees by a mask of what was fetched, its own included; None: all; or
-        UNKNOWN.
-        """
+        """Return the tokens, including its own, that a mask shows to a query; None: all; or UNKNOWN."""
         if mask is None:
             return self.window if self.new_tokens == 1 else UNKNOWN
-        if isinstance(mask, str):  # causal: all that was fetched, which may be more than a window
+        if isinstance(mask, str):  # causal: all fetched tokens, which may exceed the window
             narrow = self.window is not None and self.window < self.longest
             return self.window if self.is_single and not narrow else UNKNOWN
         for (window, T), made in self.masks.items():
@@ -136,20 +134,21 @@ class StepRows:
                     return self.window
                 if self.window is None or window <= self.window:
                     return window
-                return self.window if self.new_tokens == 1 else UNKNOWN  # no more was fetched
+                return self.window if self.new_tokens == 1 else UNKNOWN  # the window limits what was fetched
         return UNKNOWN
 
 
 def padded_mask(
     lengths: Sequence[int], first: Sequence[int], counts: Sequence[int], S: int, T: int, window: int | None
 ) -> mx.array:
-    """Which of T tokens, a row's own on the right, each of S new ones sees: boolean (R, 1, S, T).
+    """Return which of T tokens, right-aligned in each row, each of S new ones sees: boolean (R, 1, S, T).
 
-    Of each row there are the tokens before the step, the first that is read, and how many of the new ones are
-    no padding. A query of padding sees something, or softmax would be NaN; so does a row of padding.
+    Each row has the number of tokens before the step, the first token read, and the number of new tokens that
+    are not padding. A padding query sees some token, because softmax would be NaN otherwise.
     """
     length, start, count = (mx.array([*each])[:, None, None, None] for each in (lengths, first, counts))
-    token, query = length + count - T + mx.arange(T), length + mx.arange(S)[:, None]
+    token = length + count - T + mx.arange(T)
+    query = length + mx.arange(S)[:, None]
     seen = (token >= start) & (token <= query)
     if window is not None:
         seen &= token > query - window
@@ -157,11 +156,10 @@ def padded_mask(
 
 
 class BridgedLayer:
-    """In place of mlx-lm's caches of a layer: of one sequence, or of several as its ``BatchKVCache``.
+    """Replaces mlx-lm's cache of a layer, or its ``BatchKVCache`` for several sequences.
 
-    The model appends through :meth:`update_and_fetch`, which gives all tokens as lazy arrays: an array that
-    nobody reads is not computed. The model's attention to them comes to :meth:`attend_fetched`
-    (:mod:`kvant.bridge.hook`).
+    The model appends with :meth:`update_and_fetch`, which returns all tokens as lazy arrays: an unused array
+    is never computed. :mod:`kvant.bridge.hook` redirects attention to them to :meth:`attend_fetched`.
     """
 
     def __init__(
@@ -171,8 +169,8 @@ class BridgedLayer:
         layer: PoolLayer,
         step: StepRows,
     ) -> None:
-        """``deferred``: the batch's, which holds the layer."""
-        # Whether all of the model's attention to what it fetched was computed here, for each sequence alone.
+        """``deferred`` belongs to the batch that has the layer."""
+        # True if all attention to fetched tokens was computed here, separately for each sequence.
         self.attends: bool | None = None
         self._deferred = deferred
         self.group = group
@@ -180,7 +178,8 @@ class BridgedLayer:
         self._begin(step)
 
     def _begin(self, step: StepRows) -> None:
-        self.step, self.appended = step, False
+        self.step = step
+        self.appended = False
         self.offset: Any = step.offset  # tokens so far
         self._fetched: tuple[mx.array, mx.array] | None = None
         self._waiting = NewTokens()
@@ -188,35 +187,34 @@ class BridgedLayer:
 
     @property
     def start_position(self) -> int:
-        """The first token that is read, where the step has one row: Llama 4 makes its masks from there."""
+        """The first token read, in a step with one row: Llama 4's masks start there."""
         return self.group.first_read(self.offset)
 
     def skip(self, num_tokens: int) -> None:
-        """Count new tokens that are stored elsewhere, by the rank that computes the layer."""
+        """Count new tokens that another rank stores because it computes the layer."""
         self.offset = self.offset + num_tokens
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (R, K, S, D) keys and (R, K, S, Dv) values.
 
         Returns:
-            what new queries may see, as lazy arrays (R, K, T, D) and (R, K, T, Dv) in the keys' dtype.
-            :meth:`make_mask` belongs to them.
+            the tokens that new queries may see, as lazy arrays (R, K, T, D) and (R, K, T, Dv) in the keys'
+            dtype. :meth:`make_mask` applies to them.
         """
         if self.appended:
-            raise RuntimeError("a layer is appended to twice in one step")
-        own, rows = self.layer.format, self.step.rows
+            raise RuntimeError("update_and_fetch was called twice in one step; expected one call a layer")
+        form = self.layer.format
         value_is_key = values is keys
-        if not own.value_head_dim:
+        if not form.value_head_dim:
             values = values[..., :0]
-        shape = (len(self.step.lengths), own.num_kv_heads, self.step.new_tokens)
-        if keys.shape != (*shape, own.head_dim) or values.shape != (*shape, own.value_head_dim):
+        shape = (len(self.step.lengths), form.num_kv_heads, self.step.new_tokens)
+        if keys.shape != (*shape, form.head_dim) or values.shape != (*shape, form.value_head_dim):
             raise ValueError(
                 f"keys and values have shapes {tuple(keys.shape)} and {tuple(values.shape)}; the step's are "
-                f"{shape} "
-                f"with widths {own.head_dim} and {own.value_head_dim}"
+                f"{shape} with widths {form.head_dim} and {form.value_head_dim}"
             )
         transform = self.layer.transform
-        self._append(transform.keys(keys), transform.values(values), rows)
+        self._append(transform.keys(keys), transform.values(values), self.step.rows)
         stored_keys, stored_values = self._read(keys.dtype)
         fetched_keys = transform.restored(stored_keys)
         if value_is_key:
@@ -224,7 +222,7 @@ class BridgedLayer:
             fetched = fetched_keys, fetched_keys
         else:
             fetched = fetched_keys, transform.values(stored_values)
-        if own.shared:
+        if form.shared:
             self._fetched = fetched
         self.appended = True
         self.offset = self.offset + self.step.new_tokens
@@ -232,15 +230,13 @@ class BridgedLayer:
         return fetched
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What was fetched in this step, for layers that share it."""
+        """Return what was fetched in this step, for layers that share it."""
         if self._fetched is None:
-            raise RuntimeError("keys and values are asked for, and none were fetched in this step")
+            raise RuntimeError("keys and values are requested before any were fetched in this step")
         return self._fetched
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask of N new tokens: (R, 1, N, T), boolean. Where the step has one row, "causal", None or
-        (N, T).
-        """
+        """Return the mask of N new tokens: boolean (R, 1, N, T), or "causal", None or (N, T) for one row."""
         if self.step.new_tokens != N:
             raise ValueError(f"a mask of {N} tokens is asked for; the step has {self.step.new_tokens}")
         window = window_size or self.step.window
@@ -250,7 +246,7 @@ class BridgedLayer:
         return "causal" if N > 1 else None
 
     def maybe_trim_front(self) -> None:
-        """Do nothing: Llama 4 asks for tokens before the chunk to be dropped, and they are not read."""
+        """Do nothing: tokens before Llama 4's chunk need not be dropped, as they are never read."""
 
     def attend_fetched(
         self,
@@ -262,15 +258,15 @@ class BridgedLayer:
         mask: Mask,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attention of queries (R, H, S, D) to what was fetched last; None: mlx-lm's is faster.
+        """Attend from queries (R, H, S, D) to the last fetched tokens. None: mlx-lm's attention is faster.
 
         Args:
-            key, value: as they were fetched.
-            mask: "causal", None, or an array that is added to the scores (boolean: True keeps), (S, T) or
-                more.
+            key, value: the fetched arrays.
+            mask: "causal", None, or an array (..., S, T), which is boolean (True: visible) or added to the
+                scores.
         """
         transform = self.layer.transform
-        # A sink's share would change with the constant.
+        # Centering adds a constant to the scores, which would change a sink's share.
         if sinks is not None and transform.center is not None:
             self.attends = False
             return None
@@ -290,15 +286,15 @@ class BridgedLayer:
         mask: Mask,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attend as :meth:`attend_fetched` does, to keys and values as they are stored."""
-        own = self.layer.format
+        """Attend like :meth:`attend_fetched`, to keys and values in their stored form."""
+        form = self.layer.format
         S = query.shape[2]
         if (backend := self.layer.backend) is not None and self.step.new_tokens == S:
             output = self._attend_fused(query, key.shape[2], mask, backend, score_scale=scale, sinks=sinks)
             if output is not None:
                 self.attends = self.attends is not False
                 return output
-        factor = scale * math.sqrt(query.shape[3])  # kvant's attention multiplies the scores by 1/sqrt(D)
+        factor = scale * math.sqrt(query.shape[3])  # kvant's attention scales by 1/sqrt(D)
         scaled = query if math.isclose(factor, 1, rel_tol=1e-6) else query * factor
         if not self.step.is_single or self._exact is not None:
             rows = self.step.seen(mask)
@@ -309,7 +305,7 @@ class BridgedLayer:
                 scaled,
                 self.layer.arrays,
                 rows,
-                **own.bit_operands,
+                **form.bit_operands,
                 sinks=sinks,
                 waiting=self._waiting.stored,
                 exact=self._exact,
@@ -324,29 +320,25 @@ class BridgedLayer:
 
     @property
     def keys(self) -> mx.array:
-        """The array that keys are in."""
+        """The array with the keys."""
         return self.layer.arrays[0]
 
     @keys.setter
     def keys(self, array: mx.array) -> None:
-        """Leave it: a model puts it back, made to depend on others. They are computed with the logits
-        anyway.
-        """
+        """Ignore an array that the model made to depend on others: they are computed with the logits."""
 
     @property
     def values(self) -> mx.array:
-        """An array that is computed when the last append is."""
+        """An array whose evaluation evaluates the last append."""
         return self.layer.arrays[-1]
 
     @values.setter
     def values(self, array: mx.array) -> None:
         if self.layer.format.value_head_dim:
-            raise AttributeError(
-                "a model sets the values of its cache; kvant's takes them by update_and_fetch"
-            )
+            raise AttributeError("the model assigned its cache's values; expected update_and_fetch")
 
     def _append(self, keys: mx.array, values: mx.array, rows: PagedRows) -> None:
-        """Write new tokens, or note them where they wait."""
+        """Write new tokens now, or record them for a deferred write."""
         layer = self.layer
         backend = None if rows.pages is None else layer.backend
         waiting = append(
@@ -359,18 +351,20 @@ class BridgedLayer:
             self._exact = ExactTail(rows.exact, layer.exact_arrays, waiting.exact)
 
     def _read(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Return what was appended and what is seen before it, for a model that attends by itself."""
-        step, arrays, own = self.step, self.layer.arrays, self.layer.format
-        form: dict[str, Any] = own.bit_operands | {"dtype": dtype, "key_dim": own.head_dim}
+        """Return the appended tokens and the visible ones before them, for a model that attends by itself."""
+        step = self.step
+        arrays = self.layer.arrays
+        form = self.layer.format
+        options: dict[str, Any] = form.bit_operands | {"dtype": dtype, "key_dim": form.head_dim}
         if step.is_single:
-            copy = own.kv_bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
-            fetched = read_rows(arrays, step.rows.runs[0], self._waiting.stored, **form, copy=copy)
+            copy = form.kv_bits > 0 and step.new_tokens == 1 and mx.default_device().type == mx.cpu
+            fetched = read_rows(arrays, step.rows.runs[0], self._waiting.stored, **options, copy=copy)
         else:
-            taken = [mx.take(array, step.padded_rows, axis=2) for array in arrays]
+            gathered = [mx.take(array, step.padded_rows, axis=2) for array in arrays]
             R = len(step.lengths)
             # (2, K, R * T, last) -> (R, 2, K, T, last)
-            stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in taken]
-            fetched = float_tokens(stored, **form)
+            stored = [x.reshape(*x.shape[:2], R, -1, x.shape[3]).transpose(2, 0, 1, 3, 4) for x in gathered]
+            fetched = float_tokens(stored, **options)
         if self._exact is None:
             return fetched
         return with_exact_rows(*fetched, self._exact, step.new_tokens)
@@ -378,22 +372,22 @@ class BridgedLayer:
     def _attend_fused(
         self, query: mx.array, tokens: int, mask: Mask, backend: Backend, **options: Any
     ) -> mx.array | None:
-        """Attention by the kernel; None: it does not take the step, or not with this mask."""
+        """Attend with the kernel, or return None if it does not support the step with this mask."""
         pages = self.step.seen_pages(mask)
         if pages is None:
-            if self._exact is not None:  # the kernel takes no mask beside a tail
+            if self._exact is not None:  # the kernel does not support a mask with a tail
                 return None
             if self.step.rows.pages is None or not self.step.is_single or isinstance(mask, str):
                 return None
             pages = replace(self.step.rows.pages, window=None)
-            if before := pages.rows - tokens:  # rows that are there and were not fetched
+            if before := pages.rows - tokens:  # stored rows that were not fetched
                 if mask is None:
                     return None
                 hidden = False if mask.dtype == mx.bool_ else -math.inf
                 mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(before, 0)], constant_values=hidden)
             options |= {"mask": mask, "is_causal": False}
-        own = self.layer.format
-        options |= own.operands
+        form = self.layer.format
+        options |= form.operands
         if self._exact is not None:
             options["exact"] = self._exact
         return attend_pages(query, self.layer.arrays, pages, **options, backend=backend)

@@ -1,6 +1,4 @@
-"""What mlx-lm's models are given as their caches: a pool for many sequences of different lengths, or for
-one alone.
-"""
+"""The caches of mlx-lm's models: a pool for many sequences of different lengths, or for a single one."""
 
 import math
 from collections import Counter
@@ -26,7 +24,7 @@ from kvant.models.caches import check_memory
 from kvant.operators.key_transform import PLAIN, KeyTransform, can_rotate
 from kvant.sizes import format_bytes
 
-# tokens of the sequences that a model is tried with: none, fewer than a state looks back, and more
+# sequence lengths that a model is tried with: none, fewer tokens than a state looks back, and more
 TRIED = (0, 1, 21)
 TRIAL = {
     "tokens": len(TRIED) * Pool.page_size,
@@ -34,42 +32,42 @@ TRIAL = {
     "max_seq_len": 64,
     "prefill_step_size": 32,
 }
-# Logits of a sequence in a step with others and alone, as a part of the largest. Float32 differs by a
-# millionth, half precision by a hundredth. A wrong position or a token of another sequence is far off.
-AGREE, AGREE_HALF = 1e-3, 0.05
+# Tolerance for a sequence's logits in a step with others, relative to the largest logit. Float32 differs by
+# a millionth and half precision by a hundredth; a wrong position or another sequence's token by far more.
+AGREE = 1e-3
+AGREE_HALF = 0.05
 
 
 class CacheBytes(NamedTuple):
     """Bytes of a model's caches."""
 
-    keys_values: int  # reserved when they are made
-    state: int  # of linear and convolution layers, which mlx-lm allocates at the first prefill
+    keys_values: int  # reserved in advance
+    state: int  # of linear and convolution layers; mlx-lm allocates it at the first prefill
 
 
 class BridgedPool(Pool):
-    """One reservation for the keys and values of many sequences; states are allocated by mlx-lm as they come.
+    """One reservation for the keys and values of many sequences. mlx-lm allocates states on demand.
 
-    A model that attends in its own way is given padded rows: then it does not attend apart.
+    A model that attends in its own way receives padded rows and does not attend to each sequence separately.
     """
 
     may_have_sinks = True
 
     def __init__(
         self,
-        found: Sequence[Entry],
+        entries: Sequence[Entry],
         formats: Sequence[LayerFormat],
         transforms: Sequence[KeyTransform],
         **options: Any,
     ) -> None:
-        """``found``: by a probe of the model. ``formats``: of its layers that keep rows. ``options``: as
-        Pool has.
-        """
-        super().__init__(formats, transforms, states=leaves_of(found, State), **options)
-        self.entries, self.layout = tuple(found), as_text(found)
+        """``entries``: from a probe; ``formats``: of layers that store rows; ``options``: as for Pool."""
+        super().__init__(formats, transforms, states=leaves_of(entries, State), **options)
+        self.entries = tuple(entries)
+        self.layout = as_text(entries)
         layers = iter(self.layers)
-        # States take all of a step, and several new tokens of several sequences were not tried.
+        # A state cannot take back tokens of a step. Several new tokens of several sequences are untested.
         self.takes_back = self.single and not self.states
-        leaves = leaves_of(found, Attention | State)
+        leaves = leaves_of(entries, Attention | State)
         self.saved = [leaf if isinstance(leaf, State) else next(layers) for leaf in leaves]
 
     def batch(self, sequences: Sequence[PoolSequence], rows: int | None = None) -> "BridgedBatch":
@@ -80,26 +78,26 @@ class BridgedPool(Pool):
 
 
 class BridgedBatch(PoolBatch):
-    """The cache of a model's step, of sequences of different lengths."""
+    """The cache for a model's step over sequences of different lengths."""
 
     pool: BridgedPool
 
     def __init__(self, pool: BridgedPool, sequences: Sequence[PoolSequence], rows: int | None = None) -> None:
         super().__init__(pool, sequences, rows)
         self._entries: list[Any] = []
-        self.views: list[BridgedLayer] = []  # of the layers that keep rows, in a step
+        self.views: list[BridgedLayer] = []  # of layers that store rows, during a step
         self._states: list[ArraysCache] = []
 
     @property
     def entries(self) -> list[Any]:
-        """What mlx-lm's model takes as its cache in the step."""
+        """The caches to pass to mlx-lm's model in this step."""
         if self.step is None:
             raise RuntimeError("no step was begun; expected begin before the model is called")
         return self._entries
 
     @property
     def state(self) -> list[mx.array]:
-        """Every array that the step changes: computed, the step is, whether its logits are or not."""
+        """Every array that the step changes. Evaluating them evaluates the step, without its logits."""
         rows = [array for layer in self.pool.layers for array in (*layer.arrays, *layer.exact_arrays)]
         states = [array for state in self._states for array in state.cache if array is not None]
         return [*rows, *self.deferred.arrays, *states]
@@ -111,9 +109,10 @@ class BridgedBatch(PoolBatch):
             BridgedLayer(self.deferred, group, layer, steps[group]) for group, layer in self.pool.places
         ]
         self._states = [
-            self._stacked(each) for each in zip(*(own.states for own in self.sequences), strict=True)
+            self._stacked(each) for each in zip(*(one.states for one in self.sequences), strict=True)
         ]
-        layers, states = iter(self.views), iter(self._states)
+        layers = iter(self.views)
+        states = iter(self._states)
         self._entries = caches_of(
             self.pool.entries, lambda leaf: next(states if isinstance(leaf, State) else layers)
         )
@@ -129,24 +128,24 @@ class BridgedBatch(PoolBatch):
             )
             if any(count != S for count in each):
                 raise ValueError(
-                    f"num_tokens is {num_tokens}; the step has {S}, and the state of a linear layer takes "
-                    f"all of a step"
+                    f"num_tokens is {num_tokens}; expected {S}: "
+                    "the state of a linear layer takes all of a step"
                 )
             for b, sequence in enumerate(self.sequences):
-                own: list[Arrays] = [state.cache for state in self._states]
+                states: list[Arrays] = [state.cache for state in self._states]
                 if self.rows > 1:
-                    own = [[None if a is None else a[b : b + 1] for a in arrays] for arrays in own]
-                sequence.will_have(sequence.length + S, own)
+                    states = [[None if a is None else a[b : b + 1] for a in arrays] for arrays in states]
+                sequence.will_have(sequence.length + S, states)
         super().commit(num_tokens, ids=ids)
 
     def end_step(self) -> None:
         super().end_step()
-        self._entries, self.views, self._states = [], [], []
+        self._entries = []
+        self.views = []
+        self._states = []
 
     def _stacked(self, each: Sequence[Arrays]) -> ArraysCache:
-        """One state of all rows. Nothing yet is zeros, as mlx-lm has it; so is what a shorter state lacks
-        in front.
-        """
+        """Stack the rows' states. Missing arrays are zeros, as in mlx-lm; shorter ones get zeros in front."""
         made = ArraysCache(len(each[0]))
         if self.rows == 1:
             made.cache = [*each[0]]
@@ -156,7 +155,8 @@ class BridgedBatch(PoolBatch):
             if not known:
                 continue
             most = tuple(map(max, *(array.shape for array in known), known[0].shape))
-            zeros, rows = mx.zeros(most, known[0].dtype), [*arrays, *[None] * (self.rows - len(arrays))]
+            zeros = mx.zeros(most, known[0].dtype)
+            rows = [*arrays, *[None] * (self.rows - len(arrays))]
             made.cache[n] = mx.concatenate(
                 [zeros if array is None else _padded(array, most) for array in rows]
             )
@@ -164,15 +164,13 @@ class BridgedBatch(PoolBatch):
 
 
 class BridgedCache(ModelCache):
-    """The cache of a conversation with mlx-lm's model, which takes the entries of ``cache.batch`` as its
-    own.
-    """
+    """The cache of one conversation. mlx-lm's model receives the entries of ``cache.batch``."""
 
     pool: BridgedPool
     batch: BridgedBatch
 
     def __init__(self, pool: BridgedPool, kv_group_size: int, absent: Collection[int] = ()) -> None:
-        """``kv_group_size``: that was asked for. ``absent`` is as in :func:`formats_of`."""
+        """``kv_group_size`` is the requested one, ``absent`` as in :func:`formats_of`."""
         super().__init__(pool)
         self._group = kv_group_size
         present = [entry for number, entry in enumerate(pool.entries) if number not in absent]
@@ -180,11 +178,11 @@ class BridgedCache(ModelCache):
 
     @property
     def used(self) -> CacheBytes:
-        """:attr:`nbytes` by kind."""
+        """The parts of :attr:`nbytes`."""
         return CacheBytes(self.keys_values, self.nbytes - self.keys_values)
 
     def describe(self) -> list[str]:
-        """What it is made of, a line for each kind of layer, and where a group is not the one asked for."""
+        """Return a line for each kind of layer, and one for each group size that is not the requested one."""
         present = [layer for layer in self.pool.layers if layer.format.num_kv_heads]
         kinds = Counter(_described(layer.format, self.max_seq_len, layer.nbytes) for layer in present)
         now = (
@@ -205,7 +203,7 @@ class BridgedCache(ModelCache):
 
 
 def reserve(
-    found: Sequence[Entry],
+    entries: Sequence[Entry],
     sizes: Mapping[str, Any],
     options: CacheOptions,
     *,
@@ -214,17 +212,17 @@ def reserve(
     absent: Collection[int] = (),
     **further: Any,
 ) -> BridgedPool:
-    """The pool of a model, whose attention is hooked; a ContextError if this machine lacks the memory.
+    """Reserve a model's pool and install the attention hook. ContextError: the machine lacks the memory.
 
-    ``absent`` is as in :func:`formats_of`. ``further``: arguments of :class:`kvant.cache.pool.Pool`.
+    ``absent`` is as in :func:`formats_of`. ``further`` are arguments of :class:`kvant.cache.pool.Pool`.
     """
     hook.install()
-    own = [entry for number, entry in enumerate(found) if number not in absent]
-    check_memory(sizes["tokens"], sum(pool_needs(own, sizes, options)))
-    formats = formats_of(found, sizes["max_seq_len"], options, absent)
+    present = [entry for number, entry in enumerate(entries) if number not in absent]
+    check_memory(sizes["tokens"], sum(pool_needs(present, sizes, options)))
+    formats = formats_of(entries, sizes["max_seq_len"], options, absent)
     transforms = [
-        choice.transform(range(own.num_kv_heads), own.head_dim) if own.num_kv_heads else PLAIN
-        for choice, own in zip(_choices(found, options), formats, strict=True)
+        choice.transform(range(form.num_kv_heads), form.head_dim) if form.num_kv_heads else PLAIN
+        for choice, form in zip(_choices(entries, options), formats, strict=True)
     ]
     further |= {
         "has_tails": options.any_tail,
@@ -232,35 +230,34 @@ def reserve(
         "kernels": options.kernels,
         "dtype": dtype,
     }
-    return BridgedPool(found, formats, transforms, **sizes, **further, make_cache=make_cache)
+    return BridgedPool(entries, formats, transforms, **sizes, **further, make_cache=make_cache)
 
 
-def check_entries(found: Sequence[Entry], model: Model, name: str) -> None:
-    """Refuse a model that no pool is for, by its layers or its module."""
+def check_entries(entries: Sequence[Entry], model: Model, name: str) -> None:
+    """Refuse a model whose layers or module do not support several sequences."""
     reason = ONE_AT_A_TIME.get(type(model).__module__.rpartition(".")[2])
-    if any(leaf.chunk is not None for leaf in leaves_of(found, Attention)):
+    if any(leaf.chunk is not None for leaf in leaves_of(entries, Attention)):
         reason = "attends in chunks, which a pool has no pages for"
     if reason is not None:
         raise ModelError(f"{name} {reason}; one sequence at a time works")
 
 
-def pool_needs(found: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> CacheBytes:
-    """Bytes of a pool and of its sequences' states; arguments as in :func:`reserve`."""
-    one = sum(state.nbytes for state in leaves_of(found, State))
-    formats = formats_of(found, sizes["max_seq_len"], options)
+def pool_needs(entries: Sequence[Entry], sizes: Mapping[str, Any], options: CacheOptions) -> CacheBytes:
+    """Return the bytes of a pool and of its sequences' states. Arguments are as in :func:`reserve`."""
+    one = sum(state.nbytes for state in leaves_of(entries, State))
+    formats = formats_of(entries, sizes["max_seq_len"], options)
     rows = pool_bytes(formats, **sizes, checkpoints=options.checkpoints)
     return CacheBytes(rows, (sizes["sequences"] + options.checkpoints) * one)
 
 
-def attends_separately(model: Model, name: str, found: Sequence[Entry], dtype: mx.Dtype) -> bool:
-    """Whether attention in a step of several sequences is computed for each alone; a ModelError if they
-    disturb it.
+def attends_separately(model: Model, name: str, entries: Sequence[Entry], dtype: mx.Dtype) -> bool:
+    """Return whether a step attends to each of several sequences separately, after trying one.
 
-    Some models take one position for all sequences, or the position from the number of rows that they read,
-    or add a boolean mask to the scores.
+    A ModelError is raised if the sequences disturb each other. Some models use one position for all, derive
+    positions from the number of rows that they read, or add a boolean mask to the scores.
     """
-    check_entries(found, model, name)
-    pool = reserve(found, TRIAL, CacheOptions(0, kernels="unfused"), dtype=dtype, make_cache=BridgedCache)
+    check_entries(entries, model, name)
+    pool = reserve(entries, TRIAL, CacheOptions(0, kernels="unfused"), dtype=dtype, make_cache=BridgedCache)
     refused = f"{name} has no step of several sequences of different lengths; one sequence at a time works"
     texts = [[2 + (7 + 31 * i + 5 * b) % 59 for i in range(count + 1)] for b, count in enumerate(TRIED)]
     opened = [pool.sequence(pool.max_seq_len) for _ in texts]
@@ -268,47 +265,48 @@ def attends_separately(model: Model, name: str, found: Sequence[Entry], dtype: m
     def logits(batch: BridgedBatch, rows: list[list[int]]) -> mx.array:
         inputs = mx.array(rows)
         batch.begin(inputs)
-        found: mx.array = model(inputs, cache=batch.entries)[:, -1].astype(mx.float32)
-        mx.eval(found, batch.state)
-        return found
+        last: mx.array = model(inputs, cache=batch.entries)[:, -1].astype(mx.float32)
+        mx.eval(last, batch.state)
+        return last
 
-    alone = []
+    separate = []
     for sequence, (*before, last) in zip(opened, texts, strict=True):
         batch = pool.batch([sequence])
         if before:
             logits(batch, [before])
             batch.commit()
-        alone.append(logits(batch, [[last]]))
+        separate.append(logits(batch, [[last]]))
         batch.end_step()
     batch = pool.batch(opened)
     try:
-        given = logits(batch, [[text[-1]] for text in texts])
+        together = logits(batch, [[text[-1]] for text in texts])
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
-        said = str(error).partition("\n")[0]
-        raise ModelError(f"{refused}. mlx-lm's model raised {type(error).__name__}: {said}") from error
-    agree, expected = AGREE if dtype == mx.float32 else AGREE_HALF, mx.concatenate(alone)
+        reason = str(error).partition("\n")[0]
+        raise ModelError(f"{refused}. mlx-lm's model raised {type(error).__name__}: {reason}") from error
+    agree = AGREE if dtype == mx.float32 else AGREE_HALF
+    expected = mx.concatenate(separate)
     finite = mx.isfinite(expected)
-    difference = mx.abs(mx.where(finite, given - expected, 0)).max()
+    difference = mx.abs(mx.where(finite, together - expected, 0)).max()
     if not (difference <= agree * mx.abs(mx.where(finite, expected, 0)).max()).item():
-        raise ModelError(f"{refused}. Its logits would be others than alone")
+        raise ModelError(f"{refused}. Its logits would differ from those of each sequence by itself")
     return all(layer.attends for layer in batch.views)
 
 
 def formats_of(
-    found: Sequence[Entry], max_seq_len: int, options: CacheOptions, absent: Collection[int] = ()
+    entries: Sequence[Entry], max_seq_len: int, options: CacheOptions, absent: Collection[int] = ()
 ) -> list[LayerFormat]:
-    """How each layer that keeps rows stores tokens. A window that no sequence outgrows is none.
+    """Return the format of each layer that stores rows. A window that no sequence can outgrow is dropped.
 
-    A group that does not divide both widths becomes their greatest common divisor. ``absent``: numbers of the
-    entries whose layers another process computes; they have no heads here.
+    A group size that does not divide both widths becomes their greatest common divisor. ``absent`` has the
+    indices of entries that another process computes; they have no heads here.
     """
     formats: list[LayerFormat] = []
     if options.group_size % 8:
         raise ValueError(f"kv_group_size is {options.kv_group_size}; expected a multiple of 8")
     if options.kv_format is not None:
-        options.kv_format.check_layers(len(leaves_of(found, Attention)))
-    choices = iter(_choices(found, options))
-    for number, entry in enumerate(found):
+        options.kv_format.check_layers(len(leaves_of(entries, Attention)))
+    choices = iter(_choices(entries, options))
+    for number, entry in enumerate(entries):
         for leaf in leaves_of([entry], Attention):
             choice = next(choices)
             formats.append(
@@ -331,12 +329,12 @@ def formats_of(
     return formats
 
 
-def _choices(found: Sequence[Entry], options: CacheOptions) -> list[LayerChoice]:
-    """Return how each layer that keeps rows stores tokens.
+def _choices(entries: Sequence[Entry], options: CacheOptions) -> list[LayerChoice]:
+    """Return the options of each layer that stores rows.
 
-    Keys and values are rotated by default if queries meet them in mlx-lm's attention function, where queries
-    and outputs are rotated too. A model that attends in its own way, such as to latents that are keys
-    and values at once, would have them turned back at every step.
+    Keys and values are rotated by default if the model attends with mlx-lm's function, where queries and
+    outputs can be rotated too. For a model that attends in its own way, such as to latents that are both keys
+    and values, the rotation would have to be undone at every step.
     """
     return [
         options.layer(
@@ -344,34 +342,34 @@ def _choices(found: Sequence[Entry], options: CacheOptions) -> list[LayerChoice]
             can_rotate=_reads_stored_rows(leaf) and can_rotate(leaf.key_dim),
             can_rotate_values=_reads_stored_rows(leaf) and leaf.value_dim > 0 and can_rotate(leaf.value_dim),
         )
-        for number, leaf in enumerate(leaves_of(found, Attention))
+        for number, leaf in enumerate(leaves_of(entries, Attention))
     ]
 
 
 def _reads_stored_rows(leaf: Attention) -> bool:
-    """Return whether queries meet a layer's keys in mlx-lm's attention function."""
+    """Return whether a layer attends with mlx-lm's function."""
     return leaf.query_heads > 0 and not leaf.value_is_key
 
 
 def _attends_to_rows(leaf: Attention) -> bool:
-    """Return whether attention to a layer can read exact rows in place of some of its quantized ones.
+    """Return whether attention to a layer can read exact rows instead of some quantized ones.
 
-    A model that attends in its own way is given one array for all queries, and its own masks.
+    A model that attends in its own way reads one array for all queries and has masks of its own.
     """
     return _reads_stored_rows(leaf) and leaf.value_dim > 0 and leaf.chunk is None
 
 
 def _padded(array: mx.array, shape: tuple[int, ...]) -> mx.array:
-    """An array with zeros in front."""
-    return mx.pad(array, [(most - own, 0) for own, most in zip(array.shape, shape, strict=True)])
+    """Pad an array with zeros in front."""
+    return mx.pad(array, [(most - size, 0) for size, most in zip(array.shape, shape, strict=True)])
 
 
 def _counted(layers: int) -> str:
     return "1 layer" if layers == 1 else f"{layers} layers"
 
 
-def _described(own: LayerFormat, max_seq_len: int, nbytes: int) -> str:
-    kind = "chunks" if own.kind == "chunks" else "a window"
-    seen = "" if own.window is None else f" for {kind} of {own.window} tokens"
-    how = describe_formats([own]) if own.kv_bits else "not quantized"
-    return f"{single_rows(own.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"
+def _described(form: LayerFormat, max_seq_len: int, nbytes: int) -> str:
+    kind = "chunks" if form.kind == "chunks" else "a window"
+    seen = "" if form.window is None else f" for {kind} of {form.window} tokens"
+    how = describe_formats([form]) if form.kv_bits else "not quantized"
+    return f"{single_rows(form.window, max_seq_len)} rows{seen}, {how}, {format_bytes(nbytes)}"

@@ -1,6 +1,6 @@
 """Prompt caches for mlx-lm's own loops and batches, in kvant's memory.
 
-R sequences, N new tokens each, some of them padding on the right, H query heads, K kv heads, D head_dim.
+R sequences, N new tokens each, possibly padded on the right, H query heads, K kv heads, D head_dim.
 """
 
 import copy
@@ -28,69 +28,69 @@ Fetched = tuple[mx.array, mx.array]
 
 
 def make_prompt_cache(model: Model, max_kv_size: int, options: CacheOptions = DEFAULT_OPTIONS) -> list[Any]:
-    """The caches of a model of mlx-lm's; see :func:`kvant.make_prompt_cache`.
+    """Return caches for a model of mlx-lm; see :func:`kvant.make_prompt_cache`.
 
     ``mlx_lm.generate(model, tokenizer, prompt, prompt_cache=kvant.make_prompt_cache(model, 4096))``
 
-    The states of linear and convolution layers stay mlx-lm's own. Attention to the cache's tokens is computed
-    by kvant where that is faster; every other call stays mlx-lm's.
+    The states of linear and convolution layers stay mlx-lm's. kvant computes attention to the cache's tokens
+    if that is faster, and mlx-lm everything else.
 
     Returns:
-        a cache for each place where the model's ``make_cache`` has one.
+        one cache for each that the model's ``make_cache`` returns.
     """
     if hasattr(model, "check_cache") or not (hasattr(model, "layers") or hasattr(model, "make_cache")):
         raise ValueError(
             f"model is a {type(model).__name__}; expected mlx-lm's own. A model of kvant.load has make_cache"
         )
-    found = probe(model)
-    check_memory(max_kv_size, sum(pool_needs(found, single_sizes(max_kv_size), options)))
-    states, sequence = leaves_of(found, State), SequenceLayers()
+    entries = probe(model)
+    check_memory(max_kv_size, sum(pool_needs(entries, single_sizes(max_kv_size), options)))
+    states = leaves_of(entries, State)
+    sequence = SequenceLayers()
 
     def one(leaf: Attention | State) -> Any:
         if isinstance(leaf, State):
             return ArraysCache(len(leaf.shapes))
 
-        own = options.of_layer(len(sequence.caches))
+        layer_options = options.of_layer(len(sequence.caches))
 
         def made(tokens: int) -> ModelCache:
-            # Its pool knows the states too: where there are any, nothing but all can be forgotten.
-            sizes, dtype = single_sizes(tokens), DTYPES[leaf.dtype]
-            return ModelCache(reserve([leaf, *states], sizes, own, dtype=dtype, make_cache=made))
+            # The pool is passed the states too: with any, only all tokens can be trimmed.
+            sizes = single_sizes(tokens)
+            dtype = DTYPES[leaf.dtype]
+            return ModelCache(reserve([leaf, *states], sizes, layer_options, dtype=dtype, make_cache=made))
 
         kind = MergedLayer if leaf.chunk is None else PromptCacheLayer
         return kind(made(max_kv_size), sequence)
 
-    return caches_of(found, one)
+    return caches_of(entries, one)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SequenceLayers:
-    """What the layers of one sequence share."""
+    """The state that the layers of one sequence share."""
 
-    # of all: none goes back further than all of them can
+    # of all layers: a trim must be possible in each of them
     caches: list[ModelCache] = field(default_factory=list)
-    # That layers made in this step, by its position and new tokens: a model gives one layer's mask to
-    # another.
+    # The step's masks by position and new tokens: a model may pass one layer's mask to another layer.
     masks: dict[tuple[int, int], dict[tuple[int | None, int], mx.array]] = field(default_factory=dict)
-    # The same of a batch whose first sequence this is, by the positions of all.
+    # The same for a batch whose first sequence this is, by the positions of all its sequences.
     joint_masks: dict[tuple[tuple[int, ...], ...], dict[int | None, mx.array]] = field(default_factory=dict)
-    # Gives the last copy, which has no more layers than were copied so far; None: it is gone.
+    # Returns the last copy, with the layers copied so far; None: it no longer exists.
     copy: "Callable[[], SequenceLayers | None]" = lambda: None
 
 
 class PromptCacheLayer(BridgedLayer):
-    """A layer's keys and values as mlx-lm's loops use a cache: every append counts at once.
+    """A layer's keys and values for mlx-lm's loops, where every append is committed at once.
 
-    A step begins with its mask or its tokens. A copy shares the memory until one of the two is changed.
+    A step begins with its mask or its tokens. A copy shares memory until either of the two changes.
     """
 
     def __init__(
         self, cache: ModelCache, sequence: SequenceLayers, holders: "WeakSet[PromptCacheLayer] | None" = None
     ) -> None:
-        """The next layer of a sequence, with a cache of one layer. ``holders``: the copies that share it,
-        if any.
-        """
-        self.sequence, self._place = sequence, len(sequence.caches)
+        """Add a layer to a sequence. ``cache`` has one layer; ``holders``: the copies that share it."""
+        self.sequence = sequence
+        self._place = len(sequence.caches)
         sequence.caches.append(cache)
         self._holders: WeakSet[PromptCacheLayer] = WeakSet() if holders is None else holders
         self._hold(cache)
@@ -103,30 +103,30 @@ class PromptCacheLayer(BridgedLayer):
         super().__init__(cache.batch.deferred, group, cache.pool.layers[0], none)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PromptCacheLayer":
-        """The same layer of a copy of all."""
+        """Copy the layer as a part of a copy of all layers."""
         return type(self)(
             self._cache, memo.setdefault(id(self.sequence), SequenceLayers()), holders=self._holders
         )
 
     def copied(self) -> Self:
-        """The same layer of a copy whose layers are made one after the other."""
+        """Copy the layer. Layers that are copied in order become one sequence."""
         sequence = self.sequence.copy()
         if sequence is None or len(sequence.caches) != self._place:
             sequence = SequenceLayers()
-            self.sequence.copy = ref(sequence)  # what it reserves goes with it
+            self.sequence.copy = ref(sequence)  # weak: its layers own the reservation
         return type(self)(self._cache, sequence, holders=self._holders)
 
     def _copy_if_shared(self) -> None:
-        """Have memory of its own, before it is changed."""
+        """Before a change, stop sharing memory with copies."""
         if len(self._holders) > 1:
-            copy = self._cache.fork()  # which may fail: then the memory is still shared
+            copy = self._cache.fork()  # if this fails, the memory is still shared
             self._holders.discard(self)
             self._holders = WeakSet()
             self._hold(copy)
 
     @property
     def max_seq_len(self) -> int:
-        """The reservation: tokens it can have."""
+        """Tokens that are reserved."""
         return self._cache.max_seq_len
 
     @property
@@ -146,20 +146,18 @@ class PromptCacheLayer(BridgedLayer):
         self._begin_for(keys.shape[2])
         fetched = super().update_and_fetch(keys, values)
         self._cache.batch.deferred.commit([keys.shape[2]])
-        self._cache.sequence.commit([0] * keys.shape[2])  # what waits is written before the next step
+        self._cache.sequence.commit([0] * keys.shape[2])  # deferred writes happen before the next step
         return fetched
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        """The mask of N new tokens: "causal", None or a boolean array."""
+        """Return the mask of N new tokens: "causal", None or a boolean array."""
         self._copy_if_shared()
         self._begin_for(N)
         return super().make_mask(N, return_array, window_size)
 
     @property
     def keys(self) -> mx.array:
-        """The array that keys are in. A model may put it back, made to depend on others that are to be
-        computed.
-        """
+        """The array with the keys. A model may assign it after making it depend on other arrays."""
         return self.layer.arrays[0]
 
     @keys.setter
@@ -171,27 +169,27 @@ class PromptCacheLayer(BridgedLayer):
         return self._cache.offset
 
     def empty(self) -> bool:
-        """Whether it has no token."""
+        """Return whether the cache has no token."""
         return not self.size()
 
     def is_trimmable(self) -> bool:
-        """Whether the last token can be forgotten, by all layers."""
+        """Return whether all layers can trim a token."""
         length = max(0, self.size() - 1)
         return all(cache.can_trim_to(length) for cache in self.sequence.caches)
 
     def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens, or all there are. Returns how many were forgotten."""
+        """Remove up to ``num_tokens`` last tokens. Return how many were removed."""
         length = max(0, self.size() - num_tokens)
         for cache in self.sequence.caches:
             if not cache.can_trim_to(length):
-                cache.trim_to(length)  # which says why not
+                cache.trim_to(length)  # raises the reason
         self._copy_if_shared()
-        forgotten = self._cache.trim(num_tokens)
+        removed = self._cache.trim(num_tokens)
         self.offset = self.size()
-        return forgotten
+        return removed
 
     def _begin_for(self, tokens: int) -> None:
-        """Begin a step of so many tokens, if none was."""
+        """Begin a step of ``tokens`` new tokens unless it has begun."""
         if not self.appended and self._cache.batch.step is not None and self.step.new_tokens == tokens:
             return
         self._cache.batch.begin(mx.zeros((1, tokens), mx.int32))
@@ -205,21 +203,21 @@ class PromptCacheLayer(BridgedLayer):
 
 
 class BatchLayer:
-    """In place of mlx-lm's ``BatchKVCache``: sequences join and leave without a copy of the others.
+    """Replaces mlx-lm's ``BatchKVCache``: sequences join and leave without copying the others.
 
-    Of what is fetched, (R, K, T, D), a sequence's tokens are on the right, as there.
+    As there, a sequence's tokens are right-aligned in fetched arrays (R, K, T, D).
     """
 
     def __init__(self, rows: Sequence[PromptCacheLayer]) -> None:
         self.rows = [*rows]  # the layer of each sequence
-        # tokens of each row that are still to come; None: there is no padding
+        # tokens of each row that are not padding and still to come; None: no padding
         self._left: list[int] | None = None
-        self._fetched: list[Fetched | None] = []  # the last, of each row
-        self._joint: Fetched | None = None  # the same, where layers share it
+        self._fetched: list[Fetched | None] = []  # of each row, in the last step
+        self._joint: Fetched | None = None  # the same as one array, if layers share it
 
     @classmethod
     def merge(cls, layers: Sequence[PromptCacheLayer]) -> "BatchLayer":
-        """Of the layers of several sequences, which keep what they have."""
+        """Return a batch of copies of several sequences' layers."""
         return cls([layer.copied() for layer in layers])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchLayer":
@@ -244,7 +242,7 @@ class BatchLayer:
 
     @property
     def keys(self) -> mx.array:
-        """The array that a row's keys are in; see :attr:`PromptCacheLayer.keys`."""
+        """The array with a row's keys; see :attr:`PromptCacheLayer.keys`."""
         return self.rows[0].keys
 
     @keys.setter
@@ -253,7 +251,7 @@ class BatchLayer:
 
     @property
     def values(self) -> mx.array:
-        """An array that is computed when the last append of every row is."""
+        """An array whose evaluation evaluates the last append of every row."""
         arrays = [row.values for row in self.rows]
         made: mx.array = mx.depends(arrays[:1], arrays[1:])[0]
         return made
@@ -267,55 +265,56 @@ class BatchLayer:
         return max(row.size() for row in self.rows)
 
     def empty(self) -> bool:
-        """Whether there is no token."""
+        """Return whether no sequence has a token."""
         return not self.size()
 
     def prepare(
         self, *, lengths: Sequence[int], right_padding: object = None, left_padding: object = None
     ) -> None:
-        """Take so many of the tokens that follow, of each row; the others are padding. Until
-        :meth:`finalize`.
-        """
+        """Set how many of the next tokens of each row are not padding, until :meth:`finalize`."""
         if left_padding is not None:
             raise ValueError(
-                "left_padding is given; expected right_padding: kvant's rows have no place for padding"
+                "left_padding is given; expected right_padding: kvant's rows do not store padding"
             )
         self._left = [*lengths]
 
     def finalize(self) -> None:
-        """Take all tokens again."""
+        """End the padding: all later tokens count."""
         self._left = None
 
     def filter(self, indices: Any) -> None:
-        """Keep the rows of these indices, in their order."""
-        kept = [int(i) for i in indices]
-        self.rows = [self.rows[i] for i in kept]
-        self._left = None if self._left is None else [self._left[i] for i in kept]
-        self._fetched, self._joint = [], None
+        """Keep the rows with these indices, in this order."""
+        order = [int(i) for i in indices]
+        self.rows = [self.rows[i] for i in order]
+        self._left = None if self._left is None else [self._left[i] for i in order]
+        self._fetched = []
+        self._joint = None
 
     def extend(self, other: "BatchLayer") -> None:
-        """Take another batch's rows behind its own."""
+        """Append another batch's rows."""
         self.rows += other.rows
 
     def extract(self, index: int) -> PromptCacheLayer:
-        """One sequence's layer, which this batch does not change any more."""
+        """Return a copy of one sequence's layer."""
         return self.rows[index].copied()
 
     def is_trimmable(self) -> bool:
-        """Whether the last token of every row can be forgotten."""
+        """Return whether every row can trim a token."""
         return all(row.is_trimmable() for row in self.rows)
 
     def trim(self, num_tokens: int) -> int:
-        """Forget the last tokens of every row. Returns how many the longest lost."""
+        """Remove the last tokens of every row. Return the most that a row lost."""
         return max(row.trim(num_tokens) for row in self.rows)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Which of the tokens that will be fetched each of N new ones sees: boolean (R, 1, N, T)."""
-        counts, lengths = self._counts(N), [row.size() for row in self.rows]
-        masks, place = self.rows[0].sequence.joint_masks, (tuple(lengths), tuple(counts), (N,))
+        """Return which of the tokens that will be fetched each new one sees: boolean (R, 1, N, T)."""
+        counts = self._counts(N)
+        lengths = [row.size() for row in self.rows]
+        masks = self.rows[0].sequence.joint_masks
+        place = (tuple(lengths), tuple(counts), (N,))
         if place not in masks:
             masks.clear()
-        # A row that is too short for a window has none, and sees no less through it.
+        # A row whose reservation fits in the window has none; the window hides nothing from it.
         window = window_size or min((row.group.window for row in self.rows if row.group.window), default=None)
         if window not in masks.setdefault(place, {}):
             first = [row.group.first_read(length) for row, length in zip(self.rows, lengths, strict=True)]
@@ -328,11 +327,12 @@ class BatchLayer:
         """Append (R, K, N, D) keys and (R, K, N, Dv) values.
 
         Returns:
-            all tokens that are read, as lazy arrays (R, K, T, D) and (R, K, T, Dv); zeros before them.
+            all read tokens as lazy arrays (R, K, T, D) and (R, K, T, Dv), padded with zeros in front.
         """
         if keys.shape[0] != len(self.rows):
             raise ValueError(f"keys of {keys.shape[0]} sequences; the batch has {len(self.rows)}")
-        self._fetched, self._joint = [], None  # or the rows' memory would be copied, to be read and changed
+        self._fetched = []  # a reference to the old arrays would make the append copy the rows' memory
+        self._joint = None
         counts = self._counts(keys.shape[2])
         for b, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             key = keys[b : b + 1, :, :count]
@@ -348,18 +348,19 @@ class BatchLayer:
         return fetched
 
     def keys_and_values(self) -> Fetched:
-        """What was fetched in this step, for layers that share it."""
+        """Return what was fetched in this step, for layers that share it."""
         if self._joint is None:
-            raise RuntimeError("keys and values are asked for, and none were fetched in this step")
+            raise RuntimeError("keys and values are requested before any were fetched in this step")
         return self._joint
 
     def attend_fetched(
         self, query: mx.array, key: mx.array, value: mx.array, *, mask: Any, **options: Any
     ) -> mx.array | None:
-        """Attention of queries (R, H, N, D), each row's to its own tokens; None: of no mask that is known."""
-        N, outputs = query.shape[2], []
+        """Attend from queries (R, H, N, D) to each row's tokens, or return None for an unsupported mask."""
+        N = query.shape[2]
+        outputs = []
         made = self.rows[0].sequence.joint_masks.values()
-        known = [window for masks in made for window, own in masks.items() if own is mask]
+        known = [window for masks in made for window, each in masks.items() if each is mask]
         if not known:
             if not isinstance(mask, mx.array) or mask.ndim < 4:
                 return None
@@ -368,29 +369,31 @@ class BatchLayer:
             if fetched is None:
                 outputs.append(mx.zeros((1, *query.shape[1:3], value.shape[3]), query.dtype))
                 continue
-            own, T = row.step.new_tokens, fetched[0].shape[2]
-            if known:  # that of the row's step, whose tokens are appended
-                shown = BridgedLayer.make_mask(row, own, window_size=known[0])
+            count = row.step.new_tokens
+            T = fetched[0].shape[2]
+            if known:  # the equivalent mask of the row's step
+                shown = BridgedLayer.make_mask(row, count, window_size=known[0])
             else:
-                shown = mask[b : b + 1, :, :own, mask.shape[3] - T :]
-            output = hook.attention(query[b : b + 1, :, :own], *fetched, None, mask=shown, **options)
-            outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, N - own), (0, 0)]) if own < N else output)
+                shown = mask[b : b + 1, :, :count, mask.shape[3] - T :]
+            output = hook.attention(query[b : b + 1, :, :count], *fetched, None, mask=shown, **options)
+            outputs.append(mx.pad(output, [(0, 0), (0, 0), (0, N - count), (0, 0)]) if count < N else output)
         return mx.concatenate(outputs)
 
     def _counts(self, N: int) -> list[int]:
-        """How many of N new tokens of each row are no padding."""
+        """Return how many of N new tokens of each row are not padding."""
         return [N] * len(self.rows) if self._left is None else [min(N, max(0, left)) for left in self._left]
 
 
 class MergedLayer(PromptCacheLayer):
-    """A layer that mlx-lm's batches take: not of chunks, which a batch has no mask of."""
+    """A layer that mlx-lm's batches can merge. Layers with chunks cannot: a batch has no mask for them."""
 
     merge = BatchLayer.merge
 
 
 def _stacked(each: Sequence[mx.array | None]) -> mx.array:
-    """One array (R, K, T, D) of arrays (1, K, up to T, D), with zeros before them; None is zeros."""
+    """Stack arrays (1, K, up to T, D) to (R, K, T, D), padded with zeros in front; None is all zeros."""
     known = [array for array in each if array is not None]
-    T, empty = max(array.shape[2] for array in known), known[0][:, :, :0]
+    T = max(array.shape[2] for array in known)
+    empty = known[0][:, :, :0]
     full = [empty if array is None else array for array in each]
     return mx.concatenate([mx.pad(x, [(0, 0), (0, 0), (T - x.shape[2], 0), (0, 0)]) for x in full])
