@@ -1,8 +1,8 @@
 """The architectures of mlx-lm that kvant loads, by name.
 
-A name that is not here is refused, so a new mlx-lm brings in nothing that nobody tried.
-tests/bridge/test_allow_list.py holds the names and the remapping against the installed mlx-lm;
-docs/data/architectures.md says what was measured.
+Other names are refused, so that a new mlx-lm does not add architectures that were never tested.
+tests/bridge/test_allow_list.py compares the names and the remapping with the installed mlx-lm;
+docs/data/architectures.md has the measurements.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from kvant.errors import ModelError
 
-# Modules of mlx_lm.models: model_type as config.json writes it, where REMAPPED has nothing else.
+# Modules of mlx_lm.models: the model_type of config.json unless REMAPPED has an entry for it.
 _NAMES = """
     afm7 afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear bailing_moe_v3 bitnet cohere
     cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4
@@ -33,18 +33,17 @@ REFUSED = {
     "olmo": "mlx-lm's module ends the whole process where the package ai2-olmo is missing",
 }
 
-# Their layers are Metal kernels with no other way to compute them.
+# Their layers exist only as Metal kernels.
 NEEDS_METAL = frozenset({"bitnet", "muse_spark"})
 
-# Modules without a step of several sequences, although one of short texts may come out right.
+# Modules that cannot step several sequences at once, although short texts may come out right.
 ONE_AT_A_TIME = {
     "minimax_m3_vl": "selects blocks of keys by their place among padded rows",
     **dict.fromkeys(NEEDS_METAL, "needs Metal, where no step of several sequences was tried"),
 }
 
-# mlx_lm.utils.MODEL_REMAPPING and MODEL_ARCHITECTURE_REMAPPING of 0.32.2. Written again, because an entry
-# that a new version adds must not open a way in, and because listing the architectures must not import
-# mlx-lm.
+# Copies of mlx_lm.utils.MODEL_REMAPPING and MODEL_ARCHITECTURE_REMAPPING (0.32.2), because an entry in a new
+# version must not allow more, and because listing the architectures must not import mlx-lm.
 REMAPPED = {
     "deepseek_v41_text": "deepseek_v41",
     "falcon_mamba": "mamba",
@@ -63,13 +62,13 @@ REMAPPED_BY_CLASS = {("bailing_hybrid", "BailingMoeV3ForCausalLM"): "bailing_moe
 
 
 def module_name(config: Mapping[str, Any]) -> str:
-    """The module of mlx_lm.models that mlx-lm would take for a config.json: a name of ``ALLOWED``."""
+    """Return the name, in ``ALLOWED``, of the module that mlx-lm would use for a config.json."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"config.json: model_type is {model_type!r}; expected the name of an architecture")
     classes = config.get("architectures") or ()
     classes = classes if isinstance(classes, list) else [classes]
-    by_class = (REMAPPED_BY_CLASS.get((model_type, found)) for found in classes if isinstance(found, str))
+    by_class = (REMAPPED_BY_CLASS.get((model_type, each)) for each in classes if isinstance(each, str))
     name = next(filter(None, by_class), REMAPPED.get(model_type, model_type))
     if name in REFUSED:
         raise ModelError(f"config.json: architecture {model_type} is not supported: {REFUSED[name]}")

@@ -1,6 +1,4 @@
-"""config.json of a model that mlx-lm's class computes: checked before that class sees it, and what it then
-says.
-"""
+"""Check and read the config.json of a model that mlx-lm's class computes."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,11 +12,14 @@ from kvant.fields import MAX_SIZE, check_lengths, shown, size, token_ids
 from kvant.files import read_json, refuse_code
 from kvant.models.architectures import ARCHITECTURES
 
-# mlx-lm's class makes its layers, and some classes an object for each expert or a number for each head,
-# before a tensor is looked at. A loop over them ends soon, and no published model has a quarter of these.
-MAX_LAYERS, MAX_EXPERTS, MAX_HEADS, MAX_OF_ALL_LAYERS = 1024, 4096, 4096, 2**17
-MAX_KEYS = 4096  # of an object: mlx-lm's classes look at them one by one
-MAX_COUNT = 64  # of what else classes loop over
+# mlx-lm's classes create their layers, and some an object for each expert or a number for each head, before
+# any tensor is read. These limits keep such loops short; no published model reaches a quarter of them.
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+MAX_HEADS = 4096
+MAX_OF_ALL_LAYERS = 2**17
+MAX_KEYS = 4096  # of an object: mlx-lm's classes loop over them
+MAX_COUNT = 64  # of everything else that classes loop over
 COUNTS = ("altup_num_inputs", "emb_neighbor_num", "emb_split_num", "num_loops", "loop_num")
 LONG = ("quantization", "quantization_config", "chat_template")  # no class reads these
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_context_length")
@@ -31,20 +32,20 @@ class BridgedConfig:
 
     model_type: str
     vocab_size: int
-    max_position_embeddings: int | None  # config.json's, or the class's own default; None: neither has one
+    max_position_embeddings: int | None  # from config.json or the class's default; None: neither has one
     eos_token_ids: tuple[int, ...] = ()
-    # of each layer's, those that a token goes through; None: not known, or no experts
+    # experts per token in each layer; None: unknown, or no experts
     experts_used: int | None = None
 
 
 def is_bridged(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is for mlx-lm's class, and not for a decoder of kvant's own."""
+    """Return whether mlx-lm's class computes a model, rather than kvant's decoder."""
     kind = raw.get("model_type")
     return isinstance(kind, str) and kind not in ARCHITECTURES
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """config.json of a folder, with the end-of-text tokens of generation_config.json, which win."""
+    """Return a folder's config.json. End-of-text tokens in generation_config.json override it."""
     raw = dict(read_json(folder / "config.json"))
     generation_file = folder / "generation_config.json"
     try:
@@ -59,21 +60,19 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def check(raw: Mapping[str, Any]) -> None:
-    """Refuse a config.json that names code, or whose values would have mlx-lm's class loop or allocate
-    without end.
-    """
+    """Refuse a config.json that names code, or that would make mlx-lm's class loop or allocate too much."""
     read = {key: value for key, value in raw.items() if key not in LONG}
     check_lengths(read, lists=MAX_LAYERS, objects=MAX_KEYS)
     refuse_code(raw, "config.json")
     most = {"layer": ("", 1), "expert": ("", 1), "head": ("", 1)}
     for key, value in _values(read):
-        if isinstance(value, str):  # a letter for each layer
+        if isinstance(value, str):  # may have a letter for each layer
             if len(value) > MAX_LAYERS:
                 raise ModelError(
                     f"config.json: {key} has a length of {len(value)}; expected at most {MAX_LAYERS}"
                 )
             continue
-        if "theta" in key or "token" in key:  # a base of angles; an id
+        if "theta" in key or "token" in key:  # a base of angles, or an id
             continue
         if not -MAX_SIZE <= value <= MAX_SIZE:
             raise ModelError(f"config.json: {key} is {shown(value)}; expected at most {MAX_SIZE}")
@@ -97,37 +96,40 @@ def check(raw: Mapping[str, Any]) -> None:
 
 
 def read_config(raw: Mapping[str, Any], args: Any) -> BridgedConfig:
-    """What is known once mlx-lm's ModelArgs took a config.json."""
-    parts = [vars(args), _text(vars(args)), raw, _text(raw)]
+    """Return a model's config from config.json and the ModelArgs that mlx-lm made of it."""
+    all_facts = [vars(args), _text(vars(args)), raw, _text(raw)]
 
-    def found(*keys: str) -> dict[str, Any]:
-        return next(({key: part[key]} for part in parts for key in keys if part.get(key) is not None), {})
+    def first_of(*keys: str) -> dict[str, Any]:
+        known = ({key: facts[key]} for facts in all_facts for key in keys if facts.get(key) is not None)
+        return next(known, {})
 
     def number(*keys: str) -> int | None:
-        value = found(*keys)
+        value = first_of(*keys)
         return size(value, next(iter(value))) if value else None
 
     vocabulary = number("vocab_size", "num_vocab")
     if vocabulary is None:
         raise ModelError("config.json: vocab_size is missing")
-    used = found(*EXPERTS_USED_KEYS)
+    used = first_of(*EXPERTS_USED_KEYS)
     return BridgedConfig(
         model_type=str(raw["model_type"]),
         vocab_size=vocabulary,
         max_position_embeddings=number(*CONTEXT_KEYS),
-        eos_token_ids=token_ids(found("eos_token_id"), "config.json"),
+        eos_token_ids=token_ids(first_of("eos_token_id"), "config.json"),
         experts_used=next((value for value in used.values() if type(value) is int and value > 0), None),
     )
 
 
 def _text(holder: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part for text of a model that also sees or hears, where it has one."""
-    part = holder.get("text_config") or {}
-    return part if isinstance(part, dict) else vars(part) if hasattr(part, "__dict__") else {}
+    """Return the text_config of a multimodal model, or an empty mapping."""
+    text_config = holder.get("text_config") or {}
+    if isinstance(text_config, dict):
+        return text_config
+    return vars(text_config) if hasattr(text_config, "__dict__") else {}
 
 
 def _values(raw: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
-    """Each integer and text of a JSON object with its key, or that of the list it is in."""
+    """Yield each integer and string of a JSON object with its key, or the key of its list."""
     left: list[tuple[str, Any]] = list(raw.items())
     while left:
         key, value = left.pop()
@@ -136,12 +138,12 @@ def _values(raw: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
         elif type(value) is int or isinstance(value, str):
             yield key, value
         if isinstance(value, list):
-            # Numbers of layers in a list count as numbers, not as a number of layers.
+            # A list of layer numbers is not a number of layers.
             left += [(key if isinstance(item, dict) else "an item", item) for item in value]
 
 
 def for_mlx_lm(value: Any) -> Any:
-    """A copy of JSON for mlx-lm's class, which may change it. transformers writes infinity as an object."""
+    """Copy JSON for mlx-lm's class, which may change it. transformers' objects for infinity become floats."""
     if isinstance(value, list):
         return [for_mlx_lm(item) for item in value]
     if not isinstance(value, Mapping):

@@ -1,6 +1,4 @@
-"""mlx-lm's linear layers on a CPU, whose products of a few rows are BLAS's products of a matrix and a
-vector.
-"""
+"""mlx-lm's linear layers on a CPU, with BLAS's matrix-vector product for a few rows."""
 
 from collections.abc import Collection
 
@@ -11,14 +9,13 @@ from mlx.nn.layers.linear import Linear
 from kvant.models.gemv import serves
 from kvant.models.matrix import DenseMatrix
 
-# A token of mlx-lm's llama took 0.48 of the time with hidden 1,536 and as long as before with 576, whose
-# matrices are smaller than this (measured on 2 cores). Each of these models' projections is an evaluation of
-# its own.
+# A token of mlx-lm's llama took 0.48 of the time with hidden size 1,536, and no less with 576, whose matrices
+# are smaller than this (measured on 2 cores). Each projection is then an evaluation of its own.
 FROM_ELEMENTS = 1024 * 1024
 
 
 class FewRowsLinear(Linear):
-    """A linear layer whose weight (out, in) lies in memory turned, as :class:`DenseMatrix` has it."""
+    """A linear layer whose weight (out, in) is stored transposed, as in :class:`DenseMatrix`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
@@ -27,9 +24,9 @@ class FewRowsLinear(Linear):
 
 
 def multiply_few_rows(model: Module, names: Collection[str] | None = None) -> None:
-    """Have linear layers that are worth it multiply so, one after the other.
+    """Convert the linear layers that are large enough to :class:`FewRowsLinear`, one at a time.
 
-    ``names``: of the weights that are here; None: all.
+    ``names``: the loaded weights; None: all.
     """
     if mx.default_device().type != mx.cpu:
         return
@@ -43,5 +40,5 @@ def multiply_few_rows(model: Module, names: Collection[str] | None = None) -> No
 
 
 def multiplies_few_rows(model: Module) -> bool:
-    """Whether any layer does."""
+    """Return whether any layer is a :class:`FewRowsLinear`."""
     return any(isinstance(module, FewRowsLinear) for module in model.modules())

@@ -1,7 +1,7 @@
-"""The hook on mlx-lm's attention: calls with keys and values of a bridged cache are the cache's.
+"""The hook on mlx-lm's attention: a bridged cache computes attention to its own keys and values.
 
-A bridged layer hands its tokens to the model as lazy arrays. Whoever computes with them gets the right
-result. The hook knows these arrays again and computes attention without them where that is faster.
+A bridged layer returns its tokens to the model as lazy arrays, which are valid for any computation. The hook
+recognizes these arrays and lets the cache compute attention without them if that is faster.
 """
 
 import sys
@@ -22,16 +22,15 @@ mlx_lm_attention: Attention = getattr(base, NAME)
 Rows = tuple[mx.array, mx.array]  # keys and values
 Fetched = tuple["weakref.ref[mx.array]", "weakref.ref[mx.array]", "weakref.ref[Any]", Rows | None]
 
-# By the id of the keys: the keys, the values, their BridgedLayer, and keys and values as they are
-# stored. Nothing outlives the keys: lazy arrays that are kept would have the cache's buffers copied at the
-# next append.
+# By the id of the keys: the keys, the values, their BridgedLayer, and the stored keys and values. Entries do
+# not outlive the keys: a reference to lazy arrays would make the next append copy the cache's buffers.
 _fetched: dict[int, Fetched] = {}
 
 
 def remember(owner: Any, key: mx.array, value: mx.array, stored: Rows | None = None) -> None:
-    """Have attention to these very arrays computed by their cache, for as long as they live.
+    """Let ``owner`` compute attention to exactly these arrays, for as long as they live.
 
-    ``stored``: keys and values as they are stored, if that is otherwise.
+    ``stored``: the keys and values in their stored form, if it differs.
     """
     place = id(key)
     _fetched[place] = (
@@ -43,15 +42,13 @@ def remember(owner: Any, key: mx.array, value: mx.array, stored: Rows | None = N
 
 
 def stored_rows_of(key: mx.array) -> Rows | None:
-    """Return keys and values as they are stored, by keys that :func:`remember` was given; None: as they
-    are.
-    """
+    """Return the stored form of keys and values passed to :func:`remember`, or None if it is the same."""
     known = _fetched.get(id(key))
     return None if known is None or known[0]() is not key else known[3]
 
 
 def owner_of(key: mx.array, value: mx.array) -> Any:
-    """The layer's cache that these arrays come from, if they are as it handed them out; else None."""
+    """Return the layer's cache that returned exactly these arrays, or None."""
     known = _fetched.get(id(key))
     if known is None or known[0]() is not key or known[1]() is not value:
         return None
@@ -59,7 +56,7 @@ def owner_of(key: mx.array, value: mx.array) -> Any:
 
 
 def install() -> None:
-    """Put the hook in place of mlx-lm's attention, in every module of a model that is loaded or will be."""
+    """Replace mlx-lm's attention by the hook, in every model module that is or will be imported."""
     setattr(base, NAME, attention)
     for name, module in list(sys.modules.items()):
         if name.startswith(MODULES) and getattr(module, NAME, None) is mlx_lm_attention:
@@ -75,9 +72,7 @@ def attention(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """mlx-lm's ``scaled_dot_product_attention``, and nothing else for arrays that are not a bridged
-    cache's.
-    """
+    """Replace mlx-lm's ``scaled_dot_product_attention``, which still computes all other arrays."""
     owner = owner_of(keys, values)
     if owner is not None:
         output: mx.array | None = owner.attend_fetched(

@@ -1,4 +1,4 @@
-"""What a model asks of its layers' caches, from one call of it that is never evaluated."""
+"""Find out how a model uses its layers' caches, from one call that is never evaluated."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 from kvant.bridge import hook
 from kvant.cache.layer_format import DTYPE_NAMES, State, stored_of
 
-PROBE_TOKENS = 16  # as many as fill the longest convolution or n-gram state
-Model = Callable[..., mx.array]  # mlx-lm's: an nn.Module, called with token ids (B, S) and cache=
+PROBE_TOKENS = 16  # enough to fill the longest convolution or n-gram state
+Model = Callable[..., mx.array]  # mlx-lm's nn.Module, called with token ids (B, S) and cache=
 KINDS = "KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache and CacheList"
 
 
@@ -26,22 +26,22 @@ class Attention:
 
     num_kv_heads: int
     key_dim: int
-    value_dim: int  # 0: no values are kept
-    dtype: str  # of its keys, by its name in safetensors
-    window: int | None  # tokens that a query sees, its own included; None: all
-    keep: int = field(default=0, init=False)  # layouts that were saved have it
-    chunk: int | None  # tokens of a chunk, where a query sees its own chunk only
-    value_is_key: bool  # the model gives one array for both
-    shared: bool  # other layers ask for what was fetched
-    # that attend through mlx-lm's function; 0: in a way of its own
+    value_dim: int  # 0: no values are stored
+    dtype: str  # of the keys, by its name in safetensors
+    window: int | None  # tokens that a query sees, including its own; None: all
+    keep: int = field(default=0, init=False)  # part of saved layouts
+    chunk: int | None  # tokens of a chunk, if a query sees only its own chunk
+    value_is_key: bool  # the model passes one array for both
+    shared: bool  # other layers read what was fetched
+    # in calls of mlx-lm's attention function; 0: the model attends in its own way
     query_heads: int = field(default=0, compare=False)
-    # it is given masks as arrays, whatever the window
+    # the model always passes masks as arrays
     takes_array: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """A cache that the model makes and does not use."""
+    """A cache that the model creates but does not use."""
 
 
 Leaf = Attention | State | Unused
@@ -50,15 +50,13 @@ KIND_NAMES = {Attention: "attention", State: "state", Unused: "unused"}
 
 
 def probe(model: Model) -> list[Entry]:
-    """What each of the caches that ``model`` makes is used for. A tuple stands for a list of caches of one
-    layer.
-    """
+    """Return the use of each cache that ``model`` creates. A tuple stands for a layer's list of caches."""
     hook.install()
     with _nothing_read(model):
         probes, _ = called(model)
     windows: dict[int, int] = {}
     entries = [
-        tuple(found.caches) if isinstance(found, mlx_lm_cache.CacheList) else found for found in probes
+        tuple(cache.caches) if isinstance(cache, mlx_lm_cache.CacheList) else cache for cache in probes
     ]
     for leaf in leaves_of(entries, _Probe):
         if leaf.asked is not None and leaf.ring is not None:
@@ -67,21 +65,17 @@ def probe(model: Model) -> list[Entry]:
 
 
 def called(model: Model) -> tuple[list[Any], mx.array]:
-    """The caches of a call of ``model`` that is never evaluated, which hold what they were given, and its
-    logits.
-    """
-    # The class's own: a model may have been given kvant's caches in its place.
-    own = getattr(type(model), "make_cache", None)
-    made = [mlx_lm_cache.KVCache() for _ in model.layers] if own is None else own(model)  # type: ignore[attr-defined]
+    """Call ``model`` without evaluating it. Return the caches, with what they received, and the logits."""
+    # The class's method: kvant may have replaced the instance's.
+    make_cache = getattr(type(model), "make_cache", None)
+    made = [mlx_lm_cache.KVCache() for _ in model.layers] if make_cache is None else make_cache(model)  # type: ignore[attr-defined]
     probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
     return probes, model(mx.zeros((1, PROBE_TOKENS), mx.int32), cache=probes)
 
 
 @contextmanager
 def _nothing_read(model: Model) -> Iterator[None]:
-    """Let dbrx's module, which reads the experts of each token, take the first ones: reading computes its
-    weights.
-    """
+    """Make dbrx's module use the first experts: it would evaluate the weights to choose them."""
     module: Any = sys.modules[type(model).__module__]
     if module.__name__ != "mlx_lm.models.dbrx":
         yield
@@ -96,27 +90,23 @@ def _nothing_read(model: Model) -> Iterator[None]:
 
 
 def leaves_of(entries: Iterable[Any], kind: Any = object) -> list[Any]:
-    """What a probe found of a kind, the parts of lists one by one."""
+    """Return the entries of a kind, with tuples flattened."""
     leaves = (leaf for entry in entries for leaf in (entry if isinstance(entry, tuple) else (entry,)))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def as_text(entries: Sequence[Entry]) -> str:
-    """What a probe found, as JSON: an object with its kind for each cache, a list of them for a list of
-    caches.
-    """
+    """Return entries as JSON: an object with its kind for each cache, a list of them for a tuple."""
 
     def one(leaf: Leaf) -> dict[str, Any]:
-        stored = {own.name: getattr(leaf, own.name) for own in fields(leaf) if own.compare}
+        stored = {each.name: getattr(leaf, each.name) for each in fields(leaf) if each.compare}
         return {"kind": KIND_NAMES[type(leaf)], **stored}
 
     return json.dumps(_each(entries, one))
 
 
 def caches_of(entries: Iterable[Entry], make: Callable[[Any], Any]) -> list[Any]:
-    """What mlx-lm's model takes as its caches: ``make`` of each that it uses, and mlx-lm's own of the
-    others.
-    """
+    """Return caches for mlx-lm's model: ``make`` of each entry, or mlx-lm's cache for an unused one."""
     made = _each(entries, lambda leaf: mlx_lm_cache.KVCache() if isinstance(leaf, Unused) else make(leaf))
     return [mlx_lm_cache.CacheList(*entry) if isinstance(entry, tuple) else entry for entry in made]
 
@@ -127,13 +117,13 @@ def _each(entries: Iterable[Any], one: Callable[[Any], Any]) -> list[Any]:
 
 @dataclass(eq=False)
 class _Probe:
-    """Stands for a cache of keys and values, empty, and keeps nothing but what it was asked."""
+    """Poses as an empty cache of keys and values and records how it is used."""
 
     ring: int | None = None  # max_size of mlx-lm's rotating cache
     chunk: int | None = None
     asked: int | None = None  # the window of the mask
     fetched: tuple[mx.array, mx.array] | None = None
-    # A model reads these, makes them depend on other arrays and puts them back.
+    # A model may read these, make them depend on other arrays and assign them.
     keys: mx.array | None = None
     values: mx.array | None = None
     shared: bool = False
@@ -149,10 +139,10 @@ class _Probe:
     def attend_fetched(
         self, query: mx.array, key: mx.array, value: mx.array, *, mask: Any, **options: Any
     ) -> None:
-        """Note the call, and leave attention to mlx-lm."""
+        """Record the call. mlx-lm computes the attention."""
         as_array = isinstance(mask, mx.array)
         self.takes_array |= as_array
-        of_heads = as_array and mask.ndim > 2 and mask.shape[-3] > 1  # scores, which the model makes
+        of_heads = as_array and mask.ndim > 2 and mask.shape[-3] > 1  # it has scores that the model computes
         self.query_heads = 0 if of_heads else query.shape[1]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array] | None:
@@ -183,26 +173,26 @@ def _probe_of(cache: Any, number: int) -> Any:
     if kind is mlx_lm_cache.ArraysCache:
         return cache
     if kind is mlx_lm_cache.CacheList:
-        return mlx_lm_cache.CacheList(*(_probe_of(part, number) for part in cache.caches))
+        return mlx_lm_cache.CacheList(*(_probe_of(each, number) for each in cache.caches))
     raise ValueError(f"the cache of layer {number} is a {kind.__name__}; kvant's stands for mlx-lm's {KINDS}")
 
 
-def _leaf_of(found: Any, windows: dict[int, int]) -> Leaf:
-    if isinstance(found, mlx_lm_cache.ArraysCache):
-        return State(found.nbytes, stored_of(found.cache))
-    if found.fetched is None:
+def _leaf_of(probed: Any, windows: dict[int, int]) -> Leaf:
+    if isinstance(probed, mlx_lm_cache.ArraysCache):
+        return State(probed.nbytes, stored_of(probed.cache))
+    if probed.fetched is None:
         return Unused()
-    key, value = found.fetched
+    key, value = probed.fetched
     return Attention(
         num_kv_heads=key.shape[1],
         key_dim=key.shape[3],
         value_dim=0 if value is key else value.shape[3],
         dtype=DTYPE_NAMES[key.dtype],
-        # The mask's window is the model's. PLaMo 3 masks one token more than its cache holds.
-        window=windows.get(found.ring, found.ring),
-        chunk=found.chunk,
+        # The mask has the model's window. PLaMo 3 masks one token more than its cache stores.
+        window=windows.get(probed.ring, probed.ring),
+        chunk=probed.chunk,
         value_is_key=value is key,
-        shared=found.shared,
-        query_heads=found.query_heads,
-        takes_array=found.takes_array,
+        shared=probed.shared,
+        query_heads=probed.query_heads,
+        takes_array=probed.takes_array,
     )

@@ -1,8 +1,8 @@
 """Rotary positions of one token on a CPU, for mlx-lm's models.
 
-MLX composes RoPE of some twenty operations on a CPU, for the queries and for the keys of every layer. One
-position's rotation is a matrix. It is made once a step, by the model's own rotation of a unit matrix, and
-serves all layers.
+On a CPU, MLX composes RoPE from some twenty operations, for the queries and for the keys of every layer. The
+rotation of one position is a matrix. It is computed once a step, by letting the model rotate a unit matrix,
+and serves all layers.
 """
 
 import threading
@@ -24,9 +24,7 @@ KINDS = (
 
 
 def rotate_by_matrices(model: Module) -> None:
-    """Replace the rotary positions in an mlx-lm model by :class:`MatrixRoPE`. On a CPU; elsewhere nothing
-    is done.
-    """
+    """On a CPU, replace the rotary embeddings in an mlx-lm model by :class:`MatrixRoPE`."""
     if mx.default_device().type != mx.cpu:
         return
     kinds: dict[Hashable, _Matrices] = {}
@@ -37,25 +35,26 @@ def rotate_by_matrices(model: Module) -> None:
 
 
 class MatrixRoPE(Module):
-    """A rotary position embedding that turns one float32 token by a product with its position's matrix.
+    """A rotary position embedding that rotates one float32 token by a product with its position's matrix.
 
-    More tokens, other dtypes and offsets that are arrays go through the model's own.
+    Several tokens, other dtypes and array offsets use the model's own module.
     """
 
     def __init__(self, rope: Module, matrices: "_Matrices") -> None:
-        """``matrices``: shared by all layers that turn alike."""
+        """``matrices`` are shared by all layers with the same rotation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._rope = rope
         self._made = matrices
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0, **options: Any) -> mx.array:
-        """x (B, heads, S, D), the first of its S tokens at position ``offset``; returns the same shape."""
+        """Rotate x (B, heads, S, D), whose first token is at position ``offset``."""
         if options or type(offset) is not int or x.ndim != 4 or x.shape[2] != 1 or x.dtype != mx.float32:
-            turned: mx.array = self._rope(x, offset=offset, **options)
-            return turned
+            rotated: mx.array = self._rope(x, offset=offset, **options)
+            return rotated
         matrices = self._made
         if matrices.position != offset:
-            matrices.position, matrices.of_width = offset, {}
+            matrices.position = offset
+            matrices.of_width = {}
         D = x.shape[3]
         if D not in matrices.of_width:
             unit = mx.eye(D)[None, :, None]  # (1, D, 1, D): a head for each element
@@ -64,9 +63,9 @@ class MatrixRoPE(Module):
 
 
 class _Matrices(threading.local):
-    """One position's matrices (D, D), by D. No dict: mlx.nn would take it for a part of the model.
+    """One position's matrices (D, D), by D. It is not a dict, which mlx.nn would treat as parameters.
 
-    Each thread has its own: MLX crashes where two compute the same lazy array.
+    Each thread has its own: MLX crashes if two threads evaluate the same lazy array.
     """
 
     def __init__(self) -> None:
@@ -75,7 +74,7 @@ class _Matrices(threading.local):
 
 
 def _settings(rope: Module) -> Hashable:
-    """What a module turns by: numbers are its attributes, arrays its items."""
+    """Return what determines a module's rotation: numbers are attributes, arrays are items."""
     numbers = sorted((name, repr(value)) for name, value in vars(rope).items())
     arrays = sorted((name, str(array.tolist())) for name, array in rope.items())
     return type(rope).__name__, str(numbers), str(arrays)

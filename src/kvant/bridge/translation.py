@@ -1,7 +1,7 @@
-"""config.json as transformers 5 writes it, in the older words that mlx-lm's classes read.
+"""Translate a config.json of transformers 5 to the older keys that mlx-lm's classes read.
 
-A class that finds no such key takes a default of its own without a word, or says that it is missing. What
-cannot be said in its words is refused: the model would be another.
+Without its key, a class silently uses a default or complains. A value that has no older equivalent is
+refused, because the model would be computed wrongly.
 """
 
 from collections.abc import Mapping
@@ -10,15 +10,16 @@ from typing import Any
 from kvant.errors import ModelError
 from kvant.fields import shown
 
-# These go by a period, every nth layer sees all tokens, and not by layer_types.
+# These classes read a period (every nth layer has full attention) instead of layer_types.
 PERIODIC = ("cohere2", "gemma3", "gemma3_text", "qwen3_5", "qwen3_5_moe", "qwen3_next")
-FULL, SLIDING = "full_attention", "sliding_attention"
-# Gemma 4's sizes of the layers that see all tokens: by layer in transformers 5, by name in mlx-lm.
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+# Gemma 4's sizes of layers with full attention: per layer in transformers 5, separate names in mlx-lm.
 GLOBAL_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 
 
 def translated(raw: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """A config.json, or its part for text, with the keys that mlx-lm's ``module`` reads and it lacks."""
+    """Return a config.json or text_config plus the keys that it lacks and mlx-lm's ``module`` reads."""
     result = dict(raw)
     for key, value in (*_rope(raw), *_experts(raw), *_period(raw, module), *_global_sizes(raw, module)):
         if result.get(key) is None:
@@ -29,28 +30,26 @@ def translated(raw: Mapping[str, Any], module: str) -> dict[str, Any]:
 
 
 def _rope(raw: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """rope_theta, partial_rotary_factor and rope_scaling of rope_parameters, or of those of each kind of
-    layer.
-    """
+    """Return the older rope keys from rope_parameters, which may have an object per kind of layer."""
     rope = raw.get("rope_parameters")
     if not isinstance(rope, dict) or not rope:
         return []
-    found: list[tuple[str, Any]] = []
-    if all(isinstance(own, dict) for own in rope.values()):
+    pairs: list[tuple[str, Any]] = []
+    if all(isinstance(each, dict) for each in rope.values()):
         if "rope_theta" in rope.get(SLIDING, {}):
-            found.append(("rope_local_base_freq", rope[SLIDING]["rope_theta"]))
+            pairs.append(("rope_local_base_freq", rope[SLIDING]["rope_theta"]))
         rope = rope.get(FULL) or {}
-    found += [(key, rope[key]) for key in ("rope_theta", "partial_rotary_factor") if key in rope]
+    pairs += [(key, rope[key]) for key in ("rope_theta", "partial_rotary_factor") if key in rope]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    found.append(("rope_scaling", None if kind == "default" else dict(rope)))
-    return found
+    pairs.append(("rope_scaling", None if kind == "default" else dict(rope)))
+    return pairs
 
 
 def _experts(raw: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The number of experts, which goes by two names."""
+    """Return the number of experts under both of its names."""
     names = ("num_experts", "num_local_experts")
-    said = next((raw[name] for name in names if raw.get(name) is not None), None)
-    return [] if said is None else [(name, said) for name in names]
+    number = next((raw[name] for name in names if raw.get(name) is not None), None)
+    return [] if number is None else [(name, number) for name in names]
 
 
 def _period(raw: Mapping[str, Any], module: str) -> list[tuple[str, Any]]:
@@ -66,7 +65,8 @@ def _period(raw: Mapping[str, Any], module: str) -> list[tuple[str, Any]]:
 
 
 def _global_sizes(raw: Mapping[str, Any], module: str) -> list[tuple[str, Any]]:
-    layers, types = raw.get("per_layer_config"), raw.get("layer_types")
+    layers = raw.get("per_layer_config")
+    types = raw.get("layer_types")
     if not layers:
         return []
     entries = list(layers.values()) if isinstance(layers, dict) else []
