@@ -1,6 +1,4 @@
-"""The bias of the q, k and v projections, divided into a part that caches store and a part that they leave
-out.
-"""
+"""Split the bias of the q, k and v projections into one part that caches store and one that they omit."""
 
 from dataclasses import dataclass
 
@@ -10,23 +8,20 @@ from kvant.models.config import ModelConfig
 from kvant.models.matrix import Linear
 from kvant.operators.bias_split import BiasSplit, rotation_table
 
-# A rotary pair's key bias stays out of the cache if it is more than this many times the root mean square of
-# the keys in the pairs of that head, without a bias. The quantized values of a group reach to about three
-# times that anyway. A smaller bias costs few of them; its own table and arithmetic would cost more. (With
-# 1.0, and against the pair's own spread, half of the embedded model's pairs were split off: 1.4x the time a
-# token, and no better.)
+# The cache omits a rotary pair's key bias above this many times the root mean square of that head's keys
+# without a bias. Quantized values of a group reach about three times that anyway, so a smaller bias costs
+# little of their range, less than its table and arithmetic would. (With 1.0, relative to the spread of each
+# pair, half of the embedded model's pairs were split off: 1.4x the time per token, without a benefit.)
 SPLIT_FROM = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionBias:
-    """The bias of a layer's q, k and v, and how it divides when a cache stores keys and values without
-    theirs.
-    """
+    """The bias of a layer's q, k and v, whole and without the part that a cache may omit."""
 
-    whole: mx.array  # (H D + 2 K D,), for caches that keep keys and values as they are
-    stored: mx.array  # the same without the values' part and without the keys' part at ``pairs``
-    # rotary pairs whose key bias stays out of the cache: it outweighs the keys without it
+    whole: mx.array  # (H D + 2 K D,), for caches that store keys and values with their bias
+    stored: mx.array  # the same with zeros for all values, and for keys at ``pairs``
+    # rotary pairs whose key bias the cache omits because it outweighs the rest of the key
     pairs: tuple[int, ...]
 
     @property
@@ -34,8 +29,8 @@ class ProjectionBias:
         return [self.whole, self.stored]
 
     def split(self, config: ModelConfig, max_seq_len: int) -> BiasSplit:
-        """What the layer's cache leaves out, with angles for ``max_seq_len`` tokens."""
-        H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        """Return what the layer's cache omits, with angles for ``max_seq_len`` tokens."""
+        H, K, D = _heads(config)
         missing = (self.whole - self.stored).astype(mx.float32)
         # the pair's first elements, then its second
         key_bias = missing[H * D : (H + K) * D].reshape(K, 2, D // 2)
@@ -48,13 +43,12 @@ class ProjectionBias:
 
 
 def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.array) -> ProjectionBias:
-    """Divide a layer's bias: all of the values' is split off, and the keys' if it outweighs the keys without
-    it.
+    """Split off all of the values' bias, and the keys' bias where it outweighs the keys without it.
 
-    After RMSNorm the input of the projection has unit mean square. So the spread of an output is about the
-    length of its row of weights, each times the RMSNorm's weight: ``norm``, (hidden,).
+    After RMSNorm, the projection's input has unit mean square. The spread of an output is therefore about the
+    norm of its row of weights times the RMSNorm's weight, ``norm`` (hidden,).
     """
-    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    H, K, D = _heads(config)
     keys = slice(H * D, (H + K) * D)
     # (K D, hidden)
     weights = qkv_proj.rows(keys.start, keys.stop).astype(mx.float32) * norm.astype(mx.float32)
@@ -67,9 +61,13 @@ def divide_bias(config: ModelConfig, qkv_proj: Linear, bias: mx.array, norm: mx.
 
 
 def split_pairs(config: ModelConfig, bias: mx.array, pairs: tuple[int, ...]) -> ProjectionBias:
-    """The division for given rotary pairs; attention is the same for any."""
-    H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    kept = mx.array([p not in pairs for p in range(D // 2)])
-    of_keys = mx.broadcast_to(kept, (K, 2, D // 2)).reshape(K * D)
+    """Split the bias at the given rotary pairs. The choice does not affect attention."""
+    H, K, D = _heads(config)
+    is_stored = mx.array([p not in pairs for p in range(D // 2)])
+    of_keys = mx.broadcast_to(is_stored, (K, 2, D // 2)).reshape(K * D)
     stays = mx.concatenate([mx.ones(H * D, mx.bool_), of_keys, mx.zeros(K * D, mx.bool_)])
     return ProjectionBias(whole=bias, stored=mx.where(stays, bias, mx.zeros_like(bias)), pairs=pairs)
+
+
+def _heads(config: ModelConfig) -> tuple[int, int, int]:
+    return config.num_attention_heads, config.num_key_value_heads, config.head_dim

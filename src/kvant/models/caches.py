@@ -20,7 +20,7 @@ MAX_BITS = 32
 
 
 def check_memory(max_seq_len: int, num_bytes: int) -> None:
-    """Raise a ContextError unless this machine has the bytes that a cache of so many tokens needs."""
+    """Raise a ContextError unless this machine has ``num_bytes`` for a cache of ``max_seq_len`` tokens."""
     if num_bytes > (memory := physical_memory()):
         raise ContextError(
             f"a cache of {max_seq_len} tokens needs {format_bytes(num_bytes)}; this machine has "
@@ -31,9 +31,7 @@ def check_memory(max_seq_len: int, num_bytes: int) -> None:
 def layer_choice(
     config: ModelConfig, options: CacheOptions, layer: int, pairs: Sequence[int] | None
 ) -> LayerChoice:
-    """Return how a layer stores its tokens; its keys are not rotated if biases of some rotary pairs are
-    split off.
-    """
+    """Return a layer's options. Keys are not rotated if biases of rotary pairs are split off."""
     has_blocks = can_rotate(config.head_dim)
     return options.layer(layer, can_rotate=not pairs and has_blocks, can_rotate_values=has_blocks)
 
@@ -49,12 +47,13 @@ def pool_format(
     layer: int = 0,
     balanced: bool = False,
 ) -> LayerFormat:
-    """How a layer, with its number in the whole model, stores tokens in a pool. A window no sequence outgrows
-    is none.
+    """Return the format of a pool's layer, without a window if no sequence can outgrow it.
 
-    At 0 bits they keep ``dtype``. ``options``: fitted to the heads. ``pairs``: the rotary pairs of its bias
-    split; None: there is none. ``balanced``: its norms of queries and keys are
-    :func:`kvant.models.key_norms.balance_norms`'.
+    Args:
+        options: fitted to the heads. At 0 bits, tokens are stored in ``dtype``.
+        pairs: the rotary pairs of the bias split; None: there is no split.
+        layer: the index in the whole model.
+        balanced: the query and key norms come from :func:`kvant.models.key_norms.balance_norms`.
     """
     choice = layer_choice(config, options, layer, pairs)
     return LayerFormat.of_rows(
@@ -81,24 +80,25 @@ def count_formats(
     dtype: mx.Dtype,
     split_pairs: Sequence[int] | None = None,
 ) -> Counter[LayerFormat]:
-    """How many layers of the pool that :meth:`kvant.models.Decoder.make_pool` makes store tokens in each way.
+    """Count the layers of each format in the pool that :meth:`kvant.models.Decoder.make_pool` returns.
 
-    ``split_pairs``: how many rotary pairs each layer's bias split has; None: there is none.
+    ``split_pairs``: the number of rotary pairs in each layer's bias split; None: there is no split.
     """
     options = options.fitted(config.head_dim)
-    tuned, count = options.kv_format, config.num_hidden_layers
+    tuned = options.kv_format
+    count = config.num_hidden_layers
     layers: Sequence[int] = [0] * count
-    if tuned is not None and len(tuned.layers) > count:  # a stage of a pipeline: each as the widest of all
-        widths = [own.kv_bits + own.value_bits or MAX_BITS for own in tuned.layers]
+    if tuned is not None and len(tuned.layers) > count:  # a pipeline's stage: each layer as the widest
+        widths = [each.kv_bits + each.value_bits or MAX_BITS for each in tuned.layers]
         layers = [widths.index(max(widths))] * count
     elif tuned is not None:
         tuned.check_layers(count)
         layers = range(count)
-    found: Counter[LayerFormat] = Counter()
-    # Layers of a kind together: a folder may name tens of thousands of them.
+    formats: Counter[LayerFormat] = Counter()
+    # Group equal layers first: a folder may claim tens of thousands of them.
     kinds = Counter(zip(layers, config.windows, split_pairs or repeat(None, count), strict=True))
     for (layer, window, pairs), alike in kinds.items():
-        own = pool_format(
+        layer_format = pool_format(
             config,
             options,
             dtype=dtype,
@@ -107,12 +107,10 @@ def count_formats(
             pairs=None if pairs is None else range(pairs),
             layer=layer,
         )
-        found[own] += alike
-    return found
+        formats[layer_format] += alike
+    return formats
 
 
 def longest_sequence(config: LanguageModelConfig, tokens: int, max_seq_len: int | None) -> int:
-    """Tokens that a sequence of a pool can have: ``max_seq_len``, or all of the pool's, at most the
-    context.
-    """
+    """Return the tokens that a sequence may have: ``max_seq_len``, or the pool's within the context."""
     return min(tokens, config.max_position_embeddings or tokens) if max_seq_len is None else max_seq_len

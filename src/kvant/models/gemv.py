@@ -1,11 +1,11 @@
-"""A few rows of x times a matrix on a CPU, by BLAS's product of a matrix and a vector.
+"""Multiply a few rows of x by a matrix on a CPU with BLAS's matrix-vector product.
 
-MLX multiplies one row by ``sgemm``, which copies the matrix into panels first. On 2 cores that reads
-3 to 12 GB/s, where ``sgemv`` reads 15 to 26 from one thread. MLX calls no ``sgemv``, so it is called
-here, between two evaluations: x is computed first, and the product is there when the call returns.
+MLX multiplies one row with ``sgemm``, which first copies the matrix into panels. On 2 cores that reads 3 to
+12 GB/s, while ``sgemv`` reads 15 to 26 GB/s from one thread. MLX never calls ``sgemv``, so this module does,
+between two evaluations: x is evaluated first, and the product is complete when the call returns.
 
-Each row is multiplied by itself, so that it rounds alike whatever rows are beside it: a large matrix is
-multiplied in blocks of its inputs and parts of its outputs, which are the same for any number of rows.
+Each row is multiplied separately, so that its rounding does not depend on other rows. A large matrix is
+multiplied in blocks of inputs and ranges of outputs, which are the same for any number of rows.
 """
 
 import ctypes
@@ -16,27 +16,26 @@ import mlx.core as mx
 from kvant import blas
 from kvant.operators.streams import cpu_cores, run_in_threads
 
-# MLX multiplies a matrix of this size as fast, because each evaluation takes 30 to 50 us (measured on 2
-# cores).
+# Up to this size MLX is as fast, because each evaluation takes 30 to 50 us (measured on 2 cores).
 BREAK_EVEN_ELEMENTS = 320 * 1024
-BLOCK_ELEMENTS = 512 * 1024  # 2 MiB, with which all rows are multiplied while it is in the processor's cache
-BLOCK_INPUTS = 64  # a block has so many inputs, or a multiple; with 32 and 48 OpenBLAS read half as fast
-# A larger matrix is worth a thread for each core: 1.2 to 1.35 times as fast on 2 cores.
+BLOCK_ELEMENTS = 512 * 1024  # 2 MiB: stays in the processor's cache while all rows are multiplied
+BLOCK_INPUTS = 64  # a block has a multiple of this; with 32 and 48 OpenBLAS read half as fast
+# From this size on, a thread per core pays: 1.2 to 1.35 times as fast on 2 cores.
 PARALLEL_ELEMENTS = 4 * 1024 * 1024
-PART_OUTPUTS = 64  # a thread has so many outputs, or a multiple
+THREAD_OUTPUTS = 64  # a thread computes a multiple of this
 
 
 def serves(x: mx.array, weight: mx.array) -> bool:
-    """Whether :func:`gemv_rows` takes rows of x (..., in) and a weight (in, out), and is worth it."""
+    """Return whether :func:`gemv_rows` supports x (..., in) and a weight (in, out), and pays."""
     is_large = weight.size > BREAK_EVEN_ELEMENTS and weight.ndim == 2
     return is_large and x.dtype == weight.dtype == mx.float32 and blas.sgemv() is not None
 
 
 def gemv_rows(x: mx.array, weight: mx.array) -> mx.array:
-    """The product of rows (..., in) with a matrix (in, out), both float32: (..., out), evaluated.
+    """Multiply rows (..., in) by a matrix (in, out), both float32, and return an evaluated (..., out).
 
-    A weight that does not lie in memory row by row is copied. :func:`serves` has said yes. It has a gradient,
-    and is MLX's own product inside of ``mx.compile`` and ``mx.vmap``.
+    :func:`serves` must be true. A weight that is not row-contiguous is copied. The product has a gradient. It
+    is MLX's own inside ``mx.compile`` and ``mx.vmap``.
     """
     return cast(mx.array, _product(x, weight))
 
@@ -48,7 +47,7 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
     output = mx.zeros((len(rows), num_outputs))
     try:
         mx.eval(rows, weight, output)
-    except ValueError:  # nothing can be evaluated while MLX traces a function
+    except ValueError:  # MLX is tracing a function and cannot evaluate
         return x @ weight
     if not memoryview(weight).c_contiguous:  # type: ignore[arg-type]
         weight = mx.contiguous(weight)
@@ -56,11 +55,14 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
     multiply = blas.sgemv()
     assert multiply is not None
     block = max(1, BLOCK_ELEMENTS // (num_outputs * BLOCK_INPUTS)) * BLOCK_INPUTS
-    x_at, weight_at, output_at = _address(rows), _address(weight), _address(output)
-    count, size = len(rows), mx.float32.size
+    x_at = _address(rows)
+    weight_at = _address(weight)
+    output_at = _address(output)
+    count = len(rows)
+    size = mx.float32.size
 
-    def multiply_part(bounds: tuple[int, int]) -> None:
-        """Compute the outputs from the first of the bounds up to the second."""
+    def multiply_outputs(bounds: tuple[int, int]) -> None:
+        """Compute the outputs in a range."""
         first, last = bounds
         for start in range(0, num_inputs, block):
             for row in range(count):
@@ -74,15 +76,15 @@ def _product(x: mx.array, weight: mx.array) -> mx.array:
                     num_outputs,
                     x_at + size * (row * num_inputs + start),
                     1,
-                    1.0,  # the product is added to the output
+                    1.0,  # add to the output
                     output_at + size * (row * num_outputs + first),
                     1,
                 )
 
     cores = 1 if weight.size < PARALLEL_ELEMENTS else cpu_cores()
-    starts = [num_outputs * i // cores // PART_OUTPUTS * PART_OUTPUTS for i in range(cores)]
+    starts = [num_outputs * i // cores // THREAD_OUTPUTS * THREAD_OUTPUTS for i in range(cores)]
     ends = [*starts[1:], num_outputs]
-    run_in_threads(multiply_part, zip(starts, ends, strict=True), cores)
+    run_in_threads(multiply_outputs, zip(starts, ends, strict=True), cores)
     return output.reshape(*x.shape[:-1], num_outputs)
 
 
@@ -91,10 +93,11 @@ def _gradient(
     primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
 ) -> tuple[mx.array, mx.array]:
     x, weight = primals
-    rows, cotangents = x.reshape(-1, x.shape[-1]), cotangent.reshape(-1, cotangent.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    cotangents = cotangent.reshape(-1, cotangent.shape[-1])
     return cotangent @ weight.T, rows.T @ cotangents
 
 
 def _address(array: mx.array) -> int:
-    """Where the elements of an evaluated array are; the caller holds the array meanwhile."""
+    """Return the address of an evaluated array's elements. The caller must keep a reference."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Checks of what a model is called with: token ids and offsets."""
+"""Check a model's inputs: token ids and offsets."""
 
 from collections.abc import Sequence
 
@@ -22,25 +22,27 @@ def check_ids(inputs: mx.array, vocab_size: int) -> None:
     check_shape(inputs)
     if not mx.issubdtype(inputs.dtype, mx.integer):
         raise ValueError(f"inputs has dtype {inputs.dtype}; expected integer token ids")
-    low, high = inputs.min().item(), inputs.max().item()
+    low = inputs.min().item()
+    high = inputs.max().item()
     if low < 0 or high >= vocab_size:  # type: ignore[operator]
         raise ValueError(f"inputs has token ids {low} to {high}; the model knows 0 to {vocab_size - 1}")
 
 
 def check_offset(offset: Offset, lengths: tuple[int, ...]) -> None:
-    """Raise a ValueError unless ``offset`` says what the lengths of the sequences say, or nothing."""
+    """Raise a ValueError unless ``offset`` is None or equals the lengths of the sequences."""
     if offset is None:
         return
     batch = len(lengths)
     if isinstance(offset, mx.array):
         fits = offset.shape == (batch,) and mx.issubdtype(offset.dtype, mx.integer)
-        said: object = offset.tolist() if fits else f"an array of {offset.dtype} {offset.shape}"
-        agrees = said == list(lengths)
+        shown: object = offset.tolist() if fits else f"an array of {offset.dtype} {offset.shape}"
+        agrees = shown == list(lengths)
     else:
-        fits, said = type(offset) is int, repr(offset)
+        fits = type(offset) is int
+        shown = repr(offset)
         agrees = all(offset == length for length in lengths)
     if not fits:
-        raise ValueError(f"offset is {said}; expected an int or an array of integers ({batch},)")
+        raise ValueError(f"offset is {shown}; expected an int or an array of integers ({batch},)")
     if not agrees:
-        held = lengths[0] if len(set(lengths)) == 1 else list(lengths)
-        raise ValueError(f"offset is {said}; the cache holds {held} tokens")
+        stored = lengths[0] if len(set(lengths)) == 1 else list(lengths)
+        raise ValueError(f"offset is {shown}; the cache holds {stored} tokens")

@@ -1,21 +1,20 @@
-"""The weights of the RMSNorms of queries and keys, with what is large in keys moved to queries, which is
-free.
+"""Move large weights of the key RMSNorm to the query RMSNorm, at no cost.
 
-A key's channel has about the size of its norm's weight. One far above the others takes the range of a
-quantized group. Scores are the same if it is divided in keys and multiplied in queries: by powers of two, in
-the same bits.
+A channel of a key is about as large as the weight of its norm. An outlier uses up the range of a quantized
+group. Dividing it in keys and multiplying it in queries leaves the scores unchanged, exactly so with powers
+of two.
 """
 
 import mlx.core as mx
 
-OUTLIER = 2.0  # times the median of a head's rotary pairs: what is larger is moved
+OUTLIER = 2.0  # times the median of a head's rotary pairs: larger weights are moved
 
 
 def balance_norms(query: mx.array, key: mx.array, head_dim: int) -> tuple[mx.array, mx.array, bool]:
-    """Both weights, and whether they are others than those given.
+    """Return both weights, and whether they were changed.
 
-    They are (head_dim,), of each head by itself, or (H D,) and (K D,), of all heads together. Rotary pair p
-    is the elements p and p + D/2 of a head: both are divided alike, so that they can turn.
+    They are (head_dim,) for norms of each head, or (H D,) and (K D,) for norms of all heads together. Rotary
+    pair p has the elements p and p + D/2 of a head, which get the same factor so that it commutes with RoPE.
     """
     rows = key.astype(mx.float32).reshape(-1, 2, head_dim // 2)
     size = mx.abs(rows).max(axis=1)  # (rows, D/2)

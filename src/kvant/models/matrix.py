@@ -1,7 +1,6 @@
-"""Matrices as the device likes to multiply them: dense ones transposed, quantized ones as MLX packs them.
+"""Matrices in the layout that the device multiplies best: dense ones transposed, quantized ones as packed.
 
-A layer's experts have a matrix for each: then every array has an axis of experts first
-(:mod:`kvant.models.mlp`).
+For a layer's experts, every array has a leading axis of experts (:mod:`kvant.models.mlp`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,17 +15,17 @@ from kvant.models.quantization import Quantization
 from kvant.models.unpacked import SMALL_PRODUCT, few_rows_product, multiply_on_cores, unpacked_product
 from kvant.operators.streams import FEW_ROWS, cpu_streams
 
-# On a CPU, measured on 2 cores (scripts/results/tables.txt). From so many rows of x making floats of the
-# numbers is faster:
-UNPACK_FROM_ROWS = 2  # of 2, 4 or 8 bits, by masks; of a large matrix from one row on
-UNPACK_FROM_ELEMENTS = 256 * 1024  # a large matrix
-DEQUANTIZE_FROM_ROWS = 4  # of other formats, by MLX
-# at a time: 4 MiB; 16 MiB are new memory every time and take twice as long
+# Rows of x from which unpacking to floats is faster on a CPU, measured on 2 cores
+# (scripts/results/tables.txt):
+UNPACK_FROM_ROWS = 2  # 2, 4 or 8 bits, with masks; a large matrix from one row on
+UNPACK_FROM_ELEMENTS = 256 * 1024  # size of a large matrix
+DEQUANTIZE_FROM_ROWS = 4  # other formats, with MLX
+# at a time: 4 MiB; 16 MiB would be freshly allocated each time and take twice as long
 DEQUANTIZED_ELEMENTS = 1024 * 1024
-# OpenBLAS's large products are sums of sums over so many columns or more; its small ones are not
+# OpenBLAS sums large products in blocks of at least this many columns, and small ones in one go
 SUMMED_COLUMNS = 320
-PARALLEL_ELEMENTS = 512 * 1024  # a matrix from this size on is worth a thread for each core
-# multiplications with a smaller one that are worth a thread for each core
+PARALLEL_ELEMENTS = 512 * 1024  # matrix size from which a thread per core pays
+# multiplications from which a thread per core pays for a smaller matrix
 PARALLEL_PRODUCT = 256 * 1024 * 1024
 
 
@@ -34,10 +33,10 @@ PARALLEL_PRODUCT = 256 * 1024 * 1024
 class DenseMatrix:
     """A floating-point matrix, transposed."""
 
-    weight: mx.array  # (in, out); in memory too on a CPU, and as the checkpoint's (out, in) on other devices
+    weight: mx.array  # (in, out); contiguous on a CPU, a view of the checkpoint's (out, in) on other devices
 
     def project(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out). On a CPU a few rows have the same numbers whatever is beside them."""
+        """(..., in) -> (..., out). On a CPU, results of a few rows do not depend on the other rows."""
         rows = x.size // x.shape[-1]
         if rows == 0 or mx.default_device().type != mx.cpu:
             return x @ self.weight
@@ -45,18 +44,18 @@ class DenseMatrix:
             return gemv.gemv_rows(x, self.weight)
         in_one = SMALL_PRODUCT // max(1, self.weight.size)
         if rows > FEW_ROWS and rows * self.weight.size >= PARALLEL_PRODUCT:
-            joined = in_parallel(lambda part: part @ self.weight, [x.reshape(rows, -1)], 0)
+            joined = in_parallel(lambda block: block @ self.weight, [x.reshape(rows, -1)], 0)
         elif (
             2 <= in_one < rows <= FEW_ROWS and len(self.weight) > SUMMED_COLUMNS
-        ):  # all are small ones, or none is
-            parts = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
-            joined = mx.concatenate([part @ self.weight for part in parts])
+        ):  # all products must be small, or none
+            blocks = mx.split(x.reshape(rows, -1), list(range(in_one, rows, in_one)))
+            joined = mx.concatenate([block @ self.weight for block in blocks])
         else:
             return x @ self.weight
         return joined.reshape(*x.shape[:-1], -1)
 
     def rows(self, ids: mx.array) -> mx.array:
-        """Rows of the checkpoint's (out, in) matrix, as an embedding reads them: (...) -> (..., in)."""
+        """Return rows of the checkpoint's (out, in) matrix, as for an embedding: (...) -> (..., in)."""
         return mx.moveaxis(mx.take(self.weight, ids, axis=1), 0, -1)  # (in, ...) -> (..., in)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
@@ -67,14 +66,12 @@ class DenseMatrix:
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether the product of a few rows is computed where it is asked for, and not when it is
-        evaluated.
-        """
+        """Whether a product of a few rows is computed at the call instead of at its evaluation."""
         return mx.default_device().type == mx.cpu and gemv.serves(self.weight, self.weight)
 
     @property
     def num_rows(self) -> int:
-        """Outputs."""
+        """The number of outputs."""
         return self.weight.shape[-1]
 
     @property
@@ -84,19 +81,18 @@ class DenseMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """An (out, in) matrix in one of MLX's formats; the scales and biases of an affine one have the compute
-    dtype.
-    """
+    """An (out, in) matrix in one of MLX's formats. Affine scales and biases have the compute dtype."""
 
     quantization: Quantization
     weight: mx.array  # (out, in * bits / 32) uint32
-    scales: mx.array  # (out, in / group_size); uint8 if the format is a floating-point one
-    biases: mx.array | None = None  # (out, in / group_size); None there
+    scales: mx.array  # (out, in / group_size); uint8 for floating-point formats
+    biases: mx.array | None = None  # (out, in / group_size); None for floating-point formats
 
     def project(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
         if mx.default_device().type == mx.cpu:
-            rows, elements = x.size // x.shape[-1], self.num_rows * x.shape[-1]
+            rows = x.size // x.shape[-1]
+            elements = self.num_rows * x.shape[-1]
             if self._in_bytes(x) and 1 <= rows <= FEW_ROWS:
                 if rows >= UNPACK_FROM_ROWS or elements >= UNPACK_FROM_ELEMENTS:
                     return few_rows_product(x, self.arrays, self.quantization, self._streams(x))
@@ -109,35 +105,33 @@ class QuantizedMatrix:
     def _product(
         self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array | None = None
     ) -> mx.array:
-        """MLX's, with some of the rows."""
+        """Return MLX's product with some of the rows."""
         return mx.quantized_matmul(x, weight, scales, biases, transpose=True, **self.quantization.form)
 
     def _project_dequantized(self, x: mx.array) -> mx.array:
-        """Through floating-point weights, some of them at a time; MLX's CPU product unpacks them for every
-        row of x.
-        """
+        """Dequantize some weights at a time: MLX's CPU product would unpack them for every row of x."""
         streams = self._streams(x)
         rounds = -(-self.num_rows * x.shape[-1] // (DEQUANTIZED_ELEMENTS * len(streams)))
         size = -(-self.num_rows // (rounds * len(streams)))
         masked = unpacked_product(x, self.quantization) if self._in_bytes(x) else None
         product = masked or (lambda packed: x @ self.dequantized(packed, x.dtype).T)
-        parts = multiply_on_cores(
+        products = multiply_on_cores(
             x, self.arrays, [*range(0, self.num_rows, size), self.num_rows], product, streams
         )
-        return _side_by_side(parts)
+        return _side_by_side(products)
 
     def _streams(self, x: mx.array) -> Sequence[mx.Stream | mx.ThreadLocalStream]:
-        """One for each core; for a small matrix only the one in use."""
+        """Return a stream for each core, or only the current one for a small matrix."""
         is_small = self.num_rows * x.shape[-1] < PARALLEL_ELEMENTS
         return [mx.default_stream(mx.cpu)] if is_small else cpu_streams()
 
     def _in_bytes(self, x: mx.array) -> bool:
-        """Whether :func:`unpacked_product` knows the format."""
+        """Return whether :func:`unpacked_product` supports the format."""
         in_float32 = x.dtype == self.scales.dtype == mx.float32
         return 8 % self.quantization.bits == 0 and self.biases is not None and in_float32
 
     def rows(self, ids: mx.array) -> mx.array:
-        """Rows of the matrix, dequantized, as an embedding reads them: (...) -> (..., in)."""
+        """Return dequantized rows, as for an embedding: (...) -> (..., in)."""
         return self.dequantized([array[ids] for array in self.arrays], None)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
@@ -152,9 +146,7 @@ class QuantizedMatrix:
         return False
 
     def dequantized(self, packed: Sequence[mx.array], dtype: mx.Dtype | None) -> mx.array:
-        """Some rows; without a dtype, an affine matrix's in its scales', any other's in bfloat16, which is
-        exact.
-        """
+        """Dequantize rows. Default dtype: an affine matrix's scales', else bfloat16, which is exact."""
         weight, scales, *biases = packed
         return mx.dequantize(
             weight, scales, biases[0] if biases else None, **self.quantization.form, dtype=dtype
@@ -171,11 +163,10 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMatrix:
-    """A quantized matrix with an adapter's low rank beside it: exact, and the matrix keeps its bits.
+    """A quantized matrix plus an adapter's low-rank change, which stays separate and exact.
 
-    Quantizing the sum again would add an error as large as the first quantization's: with 4 bits in groups of
-    64, an adapter that moved the embedded model's logits by 0.026 of the largest came out 0.064 away from
-    where it should.
+    Quantizing their sum would add an error as large as the first quantization's: with 4 bits in groups of 64,
+    an adapter that moved the embedded model's logits by 0.026 of the largest ended up off by 0.064.
     """
 
     base: DenseMatrix | QuantizedMatrix
@@ -187,7 +178,7 @@ class AdaptedMatrix:
         return self.base.project(x) + (x @ self.down) @ self.up
 
     def rows(self, ids: mx.array) -> mx.array:
-        """Rows of the sum, as an embedding reads them: (...) -> (..., in)."""
+        """Return rows of the sum, as for an embedding: (...) -> (..., in)."""
         return self.base.rows(ids) + DenseMatrix(self.up).rows(ids) @ self.down.T  # (..., R) @ (R, in)
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
@@ -217,11 +208,11 @@ Matrix = DenseMatrix | QuantizedMatrix | AdaptedMatrix
 class Linear:
     """x -> x W^T + b for one or more of a checkpoint's projections that share their input.
 
-    Projections whose storage agrees are one matrix (exact: rows side by side); the others stay separate.
+    Projections with the same storage are concatenated to one matrix, which is exact. Others stay separate.
     """
 
     matrices: tuple[Matrix, ...]
-    bias: mx.array | None = None  # (out,), of all of them
+    bias: mx.array | None = None  # (out,), of all matrices
 
     def __call__(self, x: mx.array) -> mx.array:
         """(..., in) -> (..., out)."""
@@ -229,14 +220,14 @@ class Linear:
         return output if self.bias is None else output + self.bias
 
     def gather(self, x: mx.array, experts: mx.array, in_order: bool) -> mx.array:
-        """Each row through the projections of its own expert: (N, 1, in), (N,) -> (N, 1, out).
+        """Multiply each row by the projections of its expert: (N, 1, in), (N,) -> (N, 1, out).
 
-        ``in_order``: the experts' numbers do not decrease from row to row.
+        ``in_order``: the expert numbers are sorted.
         """
         return _side_by_side([matrix.gather(x, experts, in_order) for matrix in self.matrices])
 
     def of_expert(self, number: int) -> "Linear":
-        """The projections of one expert."""
+        """Return the projections of one expert."""
         return Linear(tuple(matrix.of_expert(number) for matrix in self.matrices))
 
     @property
@@ -244,14 +235,15 @@ class Linear:
         return sum(matrix.num_rows for matrix in self.matrices)
 
     def rows(self, first: int, last: int) -> mx.array:
-        """Rows of the matrices side by side, (last - first, in), of one matrix or of whole ones."""
-        found = []
+        """Return rows (last - first, in) of the concatenated matrices."""
+        pieces = []
         for matrix in self.matrices:
             count = matrix.num_rows
             if first < count and last > 0:
-                found.append(matrix.rows(mx.arange(max(first, 0), min(last, count))))
-            first, last = first - count, last - count
-        return mx.concatenate(found, axis=0)
+                pieces.append(matrix.rows(mx.arange(max(first, 0), min(last, count))))
+            first -= count
+            last -= count
+        return mx.concatenate(pieces, axis=0)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -262,41 +254,38 @@ class Linear:
 
 
 def dense_matrix(weights: Sequence[mx.array], dtype: mx.Dtype) -> DenseMatrix:
-    """One matrix from the checkpoint's (out, in) matrices, their rows side by side, stored as the device
-    likes it.
+    """Concatenate the rows of (out, in) matrices, in the layout that the device multiplies best.
 
-    Those of experts, (experts, out, in), are side by side expert by expert.
+    Matrices of experts, (experts, out, in), are concatenated for each expert.
     """
     weight = mx.concatenate(list(weights), axis=-2).astype(dtype).swapaxes(-1, -2)  # (out, in) -> (in, out)
     if mx.default_device().type == mx.cpu:
         weight = mx.contiguous(weight)  # other devices multiply the transposed view best
-    mx.eval(weight)  # matrix by matrix: its sources, up to twice its bytes, are not held for a whole layer
+    mx.eval(weight)  # now: the sources, up to twice its bytes, are freed before the layer is complete
     return DenseMatrix(weight)
 
 
-def joined_matrix(parts: Sequence[DenseMatrix | QuantizedMatrix], dtype: mx.Dtype) -> DenseMatrix:
-    """Matrices side by side as one of floats; those that are quantized as the floats that their numbers
-    stand for.
-    """
+def joined_matrix(matrices: Sequence[DenseMatrix | QuantizedMatrix], dtype: mx.Dtype) -> DenseMatrix:
+    """Concatenate matrices to one of floats, dequantizing those that are quantized."""
     weights = [
-        part.weight.swapaxes(-1, -2)
-        if isinstance(part, DenseMatrix)
-        else part.dequantized(part.arrays, dtype)
-        for part in parts
+        matrix.weight.swapaxes(-1, -2)
+        if isinstance(matrix, DenseMatrix)
+        else matrix.dequantized(matrix.arrays, dtype)
+        for matrix in matrices
     ]
     return dense_matrix(weights, dtype)
 
 
-def quantized_matrix(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """One matrix from matrices of one quantization, their rows side by side: exact."""
-    if len(parts) == 1:
-        return parts[0]
-    arrays = (mx.concatenate(list(rows), axis=-2) for rows in zip(*(m.arrays for m in parts), strict=True))
-    return QuantizedMatrix(parts[0].quantization, *arrays)
+def quantized_matrix(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Concatenate the rows of matrices with one quantization, which is exact."""
+    if len(matrices) == 1:
+        return matrices[0]
+    arrays = (mx.concatenate(list(rows), axis=-2) for rows in zip(*(m.arrays for m in matrices), strict=True))
+    return QuantizedMatrix(matrices[0].quantization, *arrays)
 
 
 def check_device(quantization: Quantization, *, gathers: bool = False) -> None:
-    """Multiply a little in this format, and as experts do if it ``gathers``."""
+    """Refuse a format that MLX cannot multiply on this device, with :meth:`gather` if it ``gathers``."""
     try:
         stack = QuantizedMatrix(quantization, *mx.quantize(mx.ones((2, 32, 512)), **quantization.form))
         matrix = stack.of_expert(0)
@@ -310,20 +299,18 @@ def check_device(quantization: Quantization, *, gathers: bool = False) -> None:
         ) from error
 
 
-def _side_by_side(parts: Sequence[mx.array]) -> mx.array:
-    """(..., out) each -> (..., sum of outs)."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=-1)
+def _side_by_side(outputs: Sequence[mx.array]) -> mx.array:
+    """Concatenate (..., out) each to (..., sum of outs)."""
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(list(outputs), axis=-1)
 
 
 def in_parallel(product: Callable[..., mx.array], arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """The products with shares of the arrays' rows, side by side: one from each core, MLX's streams having
-    one each.
-    """
+    """Concatenate products with shares of the arrays' rows, one for each core through a stream of its own."""
     rows = len(arrays[0])
-    streams = cpu_streams()[:rows]  # MLX dies of a division by zero in a product with no outputs
+    streams = cpu_streams()[:rows]  # MLX divides by zero in a product with no outputs
     bounds = [rows * i // len(streams) for i in range(len(streams) + 1)]
-    parts = []
+    products = []
     for first, last, stream in zip(bounds, bounds[1:], streams, strict=False):
         with mx.stream(stream):
-            parts.append(product(*(array[first:last] for array in arrays)))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+            products.append(product(*(array[first:last] for array in arrays)))
+    return products[0] if len(products) == 1 else mx.concatenate(products, axis=axis)

@@ -1,6 +1,6 @@
-"""The MLP of a layer; or a layer of experts, whose router sends each token through a few of many MLPs.
+"""A layer's MLP, or its experts: a router sends each token through a few of many MLPs.
 
-T tokens, E experts, k of them a token, N = T k rows: each row is a token for one of its experts.
+T tokens, E experts, k experts per token, N = T k rows: each row is a token for one of its experts.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from kvant.operators.exponential import silu_times
 from kvant.operators.streams import cpu_streams
 
 SORT_FROM = 64  # rows; sorting fewer costs more than it saves (mlx-lm has the same number)
-# On a CPU: from so many rows an expert on, one product for each expert is faster than one for each row.
-# Measured on 2 cores with experts of 512 x 256 and 2,048 x 768: with 16 to 32 rows an expert 1.5 to 3 times
-# as fast in float32, and 3.5 times with 4 bits, which are then unpacked once an expert.
-IN_TURN_FROM = 4
+# Rows per expert from which, on a CPU, a product for each expert is faster than one for each row. Measured on
+# 2 cores with experts of 512 x 256 and 2,048 x 768: with 16 to 32 rows per expert 1.5 to 3 times as fast in
+# float32, and 3.5 times with 4 bits, which are then unpacked once per expert.
+SEPARATE_FROM = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Experts:
     """The experts of a layer and their router."""
 
     router: Linear  # (hidden) -> (E)
-    gate_up_proj: Linear  # of every expert, as the next: arrays have an axis of experts first
+    gate_up_proj: Linear  # like down_proj of all experts: arrays have a leading axis of experts
     down_proj: Linear
     per_token: int  # k
-    normalized: bool  # a token's shares of its experts add up to 1
+    normalized: bool  # the shares of a token's experts add up to 1
 
     def __call__(self, x: mx.array) -> mx.array:
         """(B, S, hidden) -> (B, S, hidden)."""
@@ -55,20 +55,21 @@ class Experts:
         chosen, shares = self.route(tokens)
         experts = chosen.reshape(-1)  # (T, k) -> (N,)
         if experts.size < SORT_FROM:
-            outputs = self._all_at_once(mx.repeat(tokens, self.per_token, axis=0), experts, in_order=False)
-        else:  # the rows of an expert side by side
+            outputs = self._run_gathered(mx.repeat(tokens, self.per_token, axis=0), experts, in_order=False)
+        else:  # sort the rows by expert
             order = mx.argsort(experts)
-            rows, experts = tokens[order // self.per_token], experts[order]
+            rows = tokens[order // self.per_token]
+            experts = experts[order]
             if mx.default_device().type == mx.cpu and takes_turns(experts.size, self.num_experts):
                 outputs = self._run_experts_on_cores(rows, experts)
             else:
-                outputs = self._all_at_once(rows, experts, in_order=True)
+                outputs = self._run_gathered(rows, experts, in_order=True)
             outputs = outputs[mx.argsort(order)]
         outputs = outputs.reshape(*chosen.shape, -1)  # (N, hidden) -> (T, k, hidden)
         return (outputs * shares[..., None]).sum(axis=1).reshape(x.shape)
 
     def route(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Each token's experts and their shares of its output: (T, hidden) -> (T, k), (T, k).
+        """Return each token's experts and their shares of its output: (T, hidden) -> (T, k), (T, k).
 
         The softmax is over all experts, in float32.
         """
@@ -80,8 +81,8 @@ class Experts:
             shares /= shares.sum(axis=-1, keepdims=True)
         return chosen, shares.astype(tokens.dtype)
 
-    def _all_at_once(self, rows: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
-        """Through products that look up each row's expert. On a CPU each core takes a part of the rows."""
+    def _run_gathered(self, rows: mx.array, experts: mx.array, *, in_order: bool) -> mx.array:
+        """Multiply each row by its own expert's matrices. On a CPU the cores share the rows."""
 
         def gathered(rows: mx.array, experts: mx.array) -> mx.array:
             # (N, 1, hidden) to (N, 1, I)
@@ -94,19 +95,20 @@ class Experts:
         return in_parallel(gathered, [rows, experts], 0)
 
     def _run_experts_on_cores(self, rows: mx.array, experts: mx.array) -> mx.array:
-        """Each expert's rows through its own MLP, the cores taking turns.
+        """Run each expert's MLP on its rows, on the cores in rotation.
 
-        The number of an expert's rows is a shape, so the router's choice is computed here and now.
+        This evaluates the router's choice, because the number of an expert's rows is a shape.
         """
         counts: list[int] = mx.zeros(self.num_experts, mx.int32).at[experts].add(1).tolist()  # type: ignore[assignment]
-        cores, first = cpu_streams(), 0
+        cores = cpu_streams()
+        first = 0
         outputs: list[mx.array] = []
         for expert, count in enumerate(counts):
             if not count:
                 continue
             with mx.stream(cores[len(outputs) % len(cores)]):
                 x = rows[first : first + count]
-                # so that MLX dequantizes no more experts at a time than there are cores
+                # MLX must not dequantize more experts at a time than there are cores
                 if len(outputs) >= len(cores):
                     (x,) = mx.depends([x], [outputs[-len(cores)]])
                 mlp = MLP(self.gate_up_proj.of_expert(expert), self.down_proj.of_expert(expert))
@@ -125,7 +127,7 @@ class Experts:
 
     @property
     def nbytes_idle(self) -> int:
-        """Bytes of the experts that one token does not read."""
+        """Bytes of the experts that a token does not use."""
         return sum(a.nbytes for a in self._stacked) * (self.num_experts - self.per_token) // self.num_experts
 
     @property
@@ -134,5 +136,5 @@ class Experts:
 
 
 def takes_turns(num_rows: int, num_experts: int) -> bool:
-    """Whether so many rows go through one expert after the other, on a CPU."""
-    return num_rows >= max(SORT_FROM, IN_TURN_FROM * num_experts)
+    """Return whether a CPU runs experts separately for this number of rows."""
+    return num_rows >= max(SORT_FROM, SEPARATE_FROM * num_experts)

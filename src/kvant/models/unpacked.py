@@ -1,4 +1,4 @@
-"""Products on a CPU with affine weights of 2, 4 or 8 bits, of a few rows of x and of many."""
+"""Products on a CPU with affine weights of 2, 4 or 8 bits, for a few rows of x and for many."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -7,18 +7,17 @@ import mlx.core as mx
 
 from kvant.models.quantization import Quantization
 
-# at a time, for a few rows: more leave the core's cache, fewer are more operations
+# at a time, for a few rows: more do not fit in the core's cache, fewer need more operations
 UNPACKED_ELEMENTS = 512 * 1024
-# OpenBLAS multiplies without copying its operands first if there are at most so many multiplications (x86
-# with AVX-512): 8 rows of x in half the time. An output is then one sum over all columns, for any number of
-# rows.
+# Up to so many multiplications, OpenBLAS does not copy its operands first (x86 with AVX-512): 8 rows of x
+# take half the time. Each output is then a single sum over all columns, for any number of rows.
 SMALL_PRODUCT = 1000 * 1000
-VECTOR = 16  # float32 numbers; what is left of a block of weights beside them is summed in another order
+VECTOR = 16  # float32 numbers; the rest of a block of weights is summed in a different order
 
 
 def block_size(rows: int, num_columns: int, bits: int) -> int:
-    """How many rows of a matrix a product takes at a time with so many rows of x, each of ``num_columns``."""
-    columns = num_columns * bits // 8  # of the numbers at one place of every byte
+    """Return how many rows of a matrix to multiply at a time by ``rows`` rows of x with ``num_columns``."""
+    columns = num_columns * bits // 8  # numbers at one position of every byte
     return max(VECTOR, SMALL_PRODUCT // (max(rows, 2) * columns) // VECTOR * VECTOR)
 
 
@@ -28,14 +27,15 @@ def few_rows_product(
     quantization: Quantization,
     streams: Sequence[mx.Stream | mx.ThreadLocalStream],
 ) -> mx.array:
-    """The product of 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x with a matrix, the streams
-    taking turns.
+    """Multiply 1 to :data:`kvant.operators.streams.FEW_ROWS` rows of x by a matrix, with rotating streams.
 
-    (..., in) float32 -> (..., out). Arrays are those of :func:`unpacked_product`.
+    (..., in) float32 -> (..., out). The arrays are as for :func:`unpacked_product`.
     """
-    num_rows, num_columns, rows = len(arrays[0]), x.shape[-1], x.size // x.shape[-1]
+    num_rows = len(arrays[0])
+    num_columns = x.shape[-1]
+    rows = x.size // x.shape[-1]
     rounds = -(-num_rows * num_columns // (UNPACKED_ELEMENTS * len(streams)))
-    count = rounds * len(streams)  # of parts
+    count = rounds * len(streams)  # of products
     size = -(-num_rows // count)
     num_blocks = -(-size // block_size(rows, num_columns, quantization.bits))
     block = -(-size // num_blocks)
@@ -43,8 +43,8 @@ def few_rows_product(
     whole = num_rows - num_rows % block
     bounds = [*range(0, whole, num_blocks * block), *([whole] if whole < num_rows else []), num_rows]
     product = _blocks_product(x, quantization, block)
-    parts = multiply_on_cores(x, arrays, bounds, product, streams)
-    output = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+    products = multiply_on_cores(x, arrays, bounds, product, streams)
+    output = products[0] if len(products) == 1 else mx.concatenate(products, axis=0)
     return mx.contiguous(output.T[:rows]).reshape(*x.shape[:-1], num_rows)  # (out, N) -> (..., out)
 
 
@@ -55,34 +55,33 @@ def multiply_on_cores(
     product: Callable[[Sequence[mx.array]], mx.array],
     streams: Sequence[mx.Stream | mx.ThreadLocalStream],
 ) -> list[mx.array]:
-    """The products with a matrix's rows between bounds. A stream begins a part when it has ended the one
-    before.
+    """Return the products with a matrix's rows between bounds, on the streams in rotation.
 
-    And not before x is there: otherwise MLX makes the weights of many parts before it uses one.
+    A stream begins a product when x and its previous product are computed: otherwise MLX unpacks the
+    weights of many products before it uses any.
     """
-    parts: list[mx.array] = []
+    products: list[mx.array] = []
     for first, last in pairwise(bounds):
-        before = parts[-len(streams)] if len(parts) >= len(streams) else x
-        with mx.stream(streams[len(parts) % len(streams)]):
-            parts.append(product(mx.depends([array[first:last] for array in arrays], [before])))
-    return parts
+        before = products[-len(streams)] if len(products) >= len(streams) else x
+        with mx.stream(streams[len(products) % len(streams)]):
+            products.append(product(mx.depends([array[first:last] for array in arrays], [before])))
+    return products
 
 
 def _blocks_product(
     x: mx.array, quantization: Quantization, block: int
 ) -> Callable[[Sequence[mx.array]], mx.array]:
-    """As :func:`unpacked_product`, for a few rows of x: fewer operations, and products with ``block`` rows at
-    a time.
+    """Return :func:`unpacked_product` for a few rows of x: fewer operations, ``block`` rows at a time.
 
-    MLX takes 3 to 4 us an operation, so the numbers at all places are unpacked together. One row of x is
-    multiplied
-    twice: the products of matrices and vectors add in another order.
+    An operation takes MLX 3 to 4 us, so the numbers at all positions of a byte are unpacked together. A
+    single row of x is multiplied twice: a matrix-vector product would sum in a different order.
 
     Returns:
-        A function of the arrays of fewer than ``block`` rows, or of a multiple. It gives (out, N), the
-        outputs of N = max(2, rows of x).
+        a function of the arrays of fewer than ``block`` rows, or of a multiple. It returns (out, N), the
+        outputs for N = max(2, rows of x).
     """
-    bits, group_size = quantization.bits, quantization.group_size
+    bits = quantization.bits
+    group_size = quantization.group_size
     places = 8 // bits
     rows = x.reshape(-1, x.shape[-1])  # (..., in) -> (N, in)
     if len(rows) == 1:
@@ -101,7 +100,7 @@ def _blocks_product(
         scaled = (numbers.astype(mx.float32) * scales[..., None]).reshape(
             places, -1, min(block, len(weight)), columns.shape[-2]
         )
-        # MLX makes one large product of many with the same matrix, but not of many with copies of it.
+        # MLX would merge products with the same matrix into a large one, but not products with copies of it.
         copies = mx.broadcast_to(columns, (*scaled.shape[:2], *columns.shape[-2:]))
         output = (scaled @ copies).reshape(places, len(weight), -1)  # (places, out / block, block, N)
         return (output.sum(axis=0) if places > 1 else output[0]) + biases @ sums
@@ -110,17 +109,17 @@ def _blocks_product(
 
 
 def unpacked_product(x: mx.array, quantization: Quantization) -> Callable[[Sequence[mx.array]], mx.array]:
-    """A function of the arrays of some of a matrix's rows: the product of x with them.
+    """Return a function that multiplies x (..., in) float32 by some of a matrix's rows.
 
-    A byte holds 1, 2 or 4 numbers. A mask cuts out the numbers at one place of every byte, unshifted: the
-    columns of x that meet them are divided as they should be. Biases meet the sums of x over groups. MLX's
-    dequantize takes one number after the other, 2.3 ns each. This takes 0.8 (measured); to put the places
-    side by side for one product doubles it.
+    A byte has 1, 2 or 4 numbers. A mask selects the numbers at one position of every byte without shifting
+    them; the columns of x are scaled down instead. Biases are multiplied by the sums of x over groups. MLX's
+    dequantize takes 2.3 ns for each number, this 0.8 (measured), and 1.6 if positions are interleaved first.
 
-    Of x (..., in) float32; the function takes (out, in * bits / 32) uint32 weights, (out, in / group_size)
-    float32 scales and biases, and gives (..., out).
+    The function takes (out, in * bits / 32) uint32 weights and (out, in / group_size) float32 scales and
+    biases, and returns (..., out).
     """
-    bits, group_size = quantization.bits, quantization.group_size
+    bits = quantization.bits
+    group_size = quantization.group_size
     places = range(8 // bits)
     columns = [x[..., place :: len(places)] * 2.0 ** (-bits * place) for place in places]
     sums = x.reshape(*x.shape[:-1], -1, group_size).sum(axis=-1)  # (..., in) -> (..., in / G)
