@@ -1,4 +1,4 @@
-"""How MLX quantized a checkpoint's matrices, as config.json says it."""
+"""Read the quantization of a checkpoint's matrices from config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any
 from kvant.errors import ModelError
 from kvant.fields import shown, size
 
-AFFINE_BITS, AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-# The floating-point formats: each has one number of bits and one group size.
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
+# The floating-point formats, with their only number of bits and group size.
 FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The format of a matrix: ``bits`` a value, and for each group of a row one scale.
+    """The format of a matrix: ``bits`` per value, and a scale for each group of a row.
 
-    ``affine`` has float scales and biases. The other modes are those of :data:`FLOAT_MODES`: small
-    floating-point numbers (OCP microscaling, and NVIDIA's variant of it), with scales of one byte and no
-    biases.
+    ``affine`` has float scales and biases. The modes of :data:`FLOAT_MODES` are small floating-point numbers
+    (OCP microscaling, and NVIDIA's variant of it) with scales of one byte and no biases.
     """
 
     bits: int
@@ -48,39 +48,39 @@ class Quantization:
 
     @property
     def form(self) -> dict[str, Any]:
-        """The arguments by which MLX's functions know it."""
+        """The arguments for MLX's functions."""
         return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
 
     @property
     def text(self) -> str:
-        """The format in a few words."""
+        """A short description."""
         kind = "" if self.mode == "affine" else f" ({self.mode})"
         return f"{self.bits} bits, groups of {self.group_size}{kind}"
 
     @property
     def has_biases(self) -> bool:
-        """Whether groups have a bias beside their scale."""
+        """Whether groups have a bias in addition to their scale."""
         return self.mode == "affine"
 
 
 def format_of_shapes(width: int, words: int, groups: int, *, in_bytes: bool) -> Quantization | None:
-    """Return the format of a row, which its stored shapes tell; None: MLX has no such format.
+    """Return the format that the stored shapes of a row imply, or None if MLX has no such format.
 
     Args:
-        width: values of the row.
-        words, groups: the 32-bit words and the scales that it has.
+        width: the number of values.
+        words, groups: the number of 32-bit words and of scales.
         in_bytes: a scale is one byte, as in the formats of :data:`FLOAT_MODES`.
     """
     if groups < 1 or width % groups or words * 32 % width:
         return None
     form = words * 32 // width, width // groups
     if in_bytes:
-        return next((Quantization(*form, mode) for mode, own in FLOAT_MODES.items() if own == form), None)
+        return next((Quantization(*form, mode) for mode, sizes in FLOAT_MODES.items() if sizes == form), None)
     return Quantization(*form) if form[0] in AFFINE_BITS and form[1] in AFFINE_GROUPS else None
 
 
 def read_quantization(raw: Mapping[str, Any]) -> tuple[Quantization | None, dict[str, Quantization | None]]:
-    """The format of every matrix, and those of single ones by module path; None: floating point."""
+    """Return the default format and exceptions by module path. None means floating point."""
     foreign = raw.get("quantization_config")
     if isinstance(foreign, dict) and not raw.get("quantization") and "quant_method" in foreign:
         raise ModelError(

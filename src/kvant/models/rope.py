@@ -1,4 +1,4 @@
-"""The kinds of rotary position embedding a config.json may ask for, each as transformers 5.23 computes it."""
+"""The kinds of rotary position embedding in config.json, computed as in transformers 5.23."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _YARN = (
     "mscale_all_dim",
     "truncate",
 )
-# The keys of each kind, besides rope_theta. Any other key is refused: it would mean another computation.
+# The keys of each kind, besides rope_theta. Other keys are refused, as they could change the computation.
 _KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -33,24 +33,23 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions turn the heads. Pair p has the frequency theta^(-2p/D), in radians a token. It is changed
-    so:
+    """The rotation of heads by position. Pair p rotates theta^(-2p/D) radians per token, adjusted by kind:
 
-    - default: not at all;
-    - linear: divided by ``factor`` (kaiokendev's position interpolation, arXiv 2306.15595);
+    - default: no change;
+    - linear: divide by ``factor`` (kaiokendev's position interpolation, arXiv 2306.15595);
     - dynamic: theta grows with the length of the text (NTK-aware); here the length is the context limit;
-    - llama3: slow pairs divided by ``factor``, fast ones kept, a ramp between (Llama 3.1);
-    - yarn: the same by pair number, and all heads multiplied by ``attention_factor`` (arXiv 2309.00071).
+    - llama3: divide slow pairs by ``factor``, leave fast ones, with a ramp between (Llama 3.1);
+    - yarn: the same by pair number, and multiply all heads by ``attention_factor`` (arXiv 2309.00071).
 
-    Pairs that turn fewer times than ``low_freq_factor`` in the original context are slow, and those that turn
-    more often than ``high_freq_factor`` fast. So are ``beta_slow`` and ``beta_fast`` of yarn, the ramp's ends
-    rounded outward to whole pairs if ``truncate``.
+    Slow pairs rotate fewer than ``low_freq_factor`` times in the original context, fast ones more often than
+    ``high_freq_factor``. Yarn's limits are ``beta_slow`` and ``beta_fast``; ``truncate`` rounds the ends of
+    the ramp outward to whole pairs.
     """
 
     kind: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    original_context: int = 1  # tokens the model was trained on before its context was made longer
+    original_context: int = 1  # context in tokens before it was extended
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -59,7 +58,7 @@ class Rope:
     attention_factor: float = 1.0
 
     def context(self, max_position_embeddings: int) -> int:
-        """The context limit in tokens: what config.json says, times ``factor`` if the kind is dynamic."""
+        """Return the context limit in tokens: config.json's, times ``factor`` if the kind is dynamic."""
         if self.kind != "dynamic":
             return max_position_embeddings
         context = self.factor * max_position_embeddings
@@ -69,15 +68,15 @@ class Rope:
             )
         return int(context)
 
-    @lru_cache(maxsize=8)  # noqa: B019  # an immutable value, and small
+    @lru_cache(maxsize=8)  # noqa: B019  # immutable and small
     def rotary(self, head_dim: int) -> Rotary:
-        """The tables of heads of ``head_dim`` elements, made once. They depend on the model alone."""
+        """Return the tables for heads of ``head_dim`` elements, which are cached."""
         if self.kind == "default":
             return Rotary.plain(head_dim, self.theta)
         return Rotary(self.frequencies(head_dim), self.attention_factor)
 
     def frequencies(self, head_dim: int) -> list[float]:
-        """(D/2) radians a token, in float64."""
+        """Return the (D/2) frequencies in radians per token, in float64."""
         plain = plain_frequencies(head_dim, self._theta(head_dim))
         if self.kind == "linear":
             return [f / self.factor for f in plain]
@@ -88,10 +87,10 @@ class Rope:
         return plain
 
     def _theta(self, head_dim: int) -> float:
-        """The base; of dynamic that which transformers takes for a text as long as the context limit.
+        """Return the base. For dynamic, it is transformers' base for a text as long as the context limit.
 
-        transformers computes it again as a text grows and leaves cached keys turned by the old one, so that
-        logits depend on how a prompt was cut. With one base for every length they do not.
+        transformers recomputes the base as a text grows without rotating cached keys again, so its logits
+        depend on how a prompt is split. A fixed base avoids that.
         """
         if self.kind != "dynamic":
             return self.theta
@@ -99,23 +98,26 @@ class Rope:
         return float(self.theta * growth ** (head_dim / (head_dim - 2)))
 
     def _llama3(self, frequency: float) -> float:
-        turns = self.original_context * frequency / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        kept = min(max(kept, 0.0), 1.0)
-        return (1 - kept) * frequency / self.factor + kept * frequency
+        rotations = self.original_context * frequency / (2 * math.pi)
+        share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        share = min(max(share, 0.0), 1.0)
+        return (1 - share) * frequency / self.factor + share * frequency
 
     def _yarn(self, plain: list[float]) -> list[float]:
         D = 2 * len(plain)
 
-        def pair_that_turns(times: float) -> float:
-            return D * math.log(self.original_context / (times * 2 * math.pi)) / (2 * math.log(self.theta))
+        def pair_with(turns: float) -> float:
+            return D * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        first = pair_with(self.beta_fast)
+        last = pair_with(self.beta_slow)
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, D - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, D - 1)
         if first == last:
-            last += 0.001  # transformers' way around a ramp without length
+            last += 0.001  # as transformers avoids a ramp of length 0
         divided = [min(max((p - first) / (last - first), 0.0), 1.0) for p in range(len(plain))]
         return [f / self.factor * d + f * (1 - d) for f, d in zip(plain, divided, strict=True)]
 
@@ -123,9 +125,7 @@ class Rope:
 def read_rope(
     raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int, default_theta: float = 10000.0
 ) -> Rope:
-    """The RoPE of a config.json, where transformers 5 writes it (``rope_parameters``) or where older files
-    have it.
-    """
+    """Return the RoPE of a config.json, from ``rope_parameters`` (transformers 5) or the older keys."""
     where, settings = _settings(raw)
     kind = _kind(where, settings)
     for name, value in settings.items():
@@ -148,9 +148,9 @@ def read_rope(
         if head_dim < 4:
             raise ModelError(f"config.json: head_dim is {head_dim}; rope type 'dynamic' needs at least 4")
         rope = Rope(kind, theta, factor, max_position_embeddings)
-        rope.context(max_position_embeddings)  # refuse one that is too large
+        rope.context(max_position_embeddings)  # refuses one that is too large
         return rope
-    # transformers lets one beside the object win.
+    # As in transformers, a top-level value overrides the object's.
     holder = raw if raw.get(_ORIGINAL) is not None else settings
     original = size(holder, _ORIGINAL, default=max_position_embeddings)
     if kind == "llama3":
@@ -164,8 +164,9 @@ def read_rope(
 
 
 def _settings(raw: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The key that holds the settings, and those that are not null."""
-    older, newer = mapping(raw, "rope_scaling"), mapping(raw, "rope_parameters")
+    """Return the key of the settings, and the settings that are not null."""
+    older = mapping(raw, "rope_scaling")
+    newer = mapping(raw, "rope_parameters")
     if older and newer and older != newer:
         raise ModelError("config.json: rope_scaling and rope_parameters differ; expected one of them")
     where = "rope_scaling" if older else "rope_parameters"
@@ -199,7 +200,7 @@ def _read_yarn(rope: Mapping[str, Any], prefix: str, theta: float, factor: float
         raise ModelError(f"config.json: {prefix}truncate is {shown(truncate)}; expected true or false")
     lengthening = 0.1 * math.log(factor)
     default = lengthening + 1
-    if rope.get("mscale") and rope.get("mscale_all_dim"):  # one alone is without effect
+    if rope.get("mscale") and rope.get("mscale_all_dim"):  # only both have an effect
         above, below = (number(rope, name, where=prefix) for name in ("mscale", "mscale_all_dim"))
         default = (above * lengthening + 1) / (below * lengthening + 1)
     ends: dict[str, Any] = {"beta_fast": fast, "beta_slow": slow, "truncate": truncate}

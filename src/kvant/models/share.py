@@ -1,4 +1,4 @@
-"""The part of a model that is read: a rank's heads and features, or all of it."""
+"""Select what is read of a model: the heads and features of a rank, or everything."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,40 +9,41 @@ from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
 from kvant.models.tensors import Part
 
-Range = tuple[int, int]  # first, last
+Range = tuple[int, int]  # first, end
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has, each from first to last."""
+    """The ranges of a model's axes that a rank has."""
 
     rank: int
     queries: Range  # query heads
     keys: Range  # key and value heads
-    counts_keys: bool  # no rank before it has the same of these
+    counts_keys: bool  # no earlier rank has the same keys
     inner: Range  # features of an MLP
     expert_inner: Range  # features of each expert; (0, 0): the model is dense
-    vocabulary: Range  # rows of an output head that is stored by itself
+    vocabulary: Range  # rows of a separate output head
 
     def part(self, config: ModelConfig, row: Parameter, shape: Sequence[int]) -> Part | None:
-        """The rank's part of one of a parameter's tensors; None: all of it is.
+        """Return the rank's part of one of a parameter's tensors, or None if it has all of it.
 
-        ``shape``: of the whole tensor as it is stored: a weight, packed or not, scales, one expert's matrix,
-            a bias.
+        ``shape`` is the stored shape of the whole tensor: a weight, packed or not, scales, one expert's
+        matrix, or a bias.
         """
         if row.shard is None:
             return None
-        size, (first, last) = config.shape(row)[row.shard], self.range(config, row)
-        is_vector = len(shape) == 1  # a norm's weight, or a bias, which goes with the outputs
+        size = config.shape(row)[row.shard]
+        first, last = self.range(config, row)
+        is_vector = len(shape) == 1  # a norm's weight, or a bias, which is divided like outputs
         if (first, last) == (0, size) or (is_vector and divides_inputs(row)):
             return None
-        # Counted from the end: one expert's matrix lacks the first axis.
+        # Count axes from the end: one expert's matrix lacks the first axis.
         axis = 0 if is_vector else row.shard - len(row.shape) + len(shape)
-        stored = shape[axis]  # of a quantized row: words or groups, which are fewer than its elements
+        stored = shape[axis]  # a quantized row has fewer words or groups than elements
         return Part(axis, ((first * stored // size, last * stored // size),))
 
     def range(self, config: ModelConfig, row: Parameter) -> Range:
-        """Where the rank's part of a parameter is along the axis that is divided, in elements."""
+        """Return the range, in elements, of the rank's part along a parameter's divided axis."""
         assert row.shard is not None
         heads = {"queries": self.queries, "keys": self.keys}
         name = row.shape[row.shard]
@@ -51,7 +52,7 @@ class Share:
         return {"inner": self.inner, "expert_inner": self.expert_inner, "vocabulary": self.vocabulary}[name]
 
     def shape(self, config: ModelConfig, row: Parameter) -> tuple[int, ...]:
-        """The shape of the rank's part of a parameter."""
+        """Return the shape of the rank's part of a parameter."""
         whole = config.shape(row)
         if row.shard is None:
             return whole
@@ -60,7 +61,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class TensorSelection:
-    """What a rank reads: the arguments of :func:`kvant.models.checkpoint.load_part`, each of them said."""
+    """What a rank reads: the complete arguments of :func:`kvant.models.checkpoint.load_part`."""
 
     share: Share
     layers: range
@@ -69,14 +70,14 @@ class TensorSelection:
     all_sum: Callable[[mx.array], mx.array]
 
     def has(self, config: ModelConfig, row: Parameter, layer: int | None) -> bool:
-        """Whether a parameter of a layer is read; layer None: it is in no layer."""
+        """Return whether a parameter is read. ``layer`` None: it is not in a layer."""
         if layer is not None:
             return layer in self.layers
         return self.embedding if row == config.architecture.embedding else self.head
 
 
 def everything(config: ModelConfig) -> TensorSelection:
-    """All of a model, for one process."""
+    """Return the selection of a whole model, for one process."""
     whole = Share(
         rank=0,
         queries=(0, config.num_attention_heads),
@@ -92,14 +93,14 @@ def everything(config: ModelConfig) -> TensorSelection:
 
 
 def divides_inputs(row: Parameter) -> bool:
-    """Whether ranks have a part of a projection's inputs each: its outputs are then a sum over the ranks."""
+    """Return whether ranks divide a projection's inputs, so that they have to sum its outputs."""
     return row.shard is not None and len(row.shape) > 1 and row.shard == len(row.shape) - 1
 
 
 def local_config(config: ModelConfig, share: Share | None = None, layers: range | None = None) -> ModelConfig:
-    """The config of the model that a rank has: its heads and features, its layers. None: all of them.
+    """Return the config of a rank's model, with the heads, features and layers it has. None: all of them.
 
-    The vocabulary stays whole: every rank embeds tokens.
+    The vocabulary stays whole, because every rank embeds tokens.
     """
     experts = config.experts
     if layers is not None:
@@ -123,5 +124,5 @@ def local_config(config: ModelConfig, share: Share | None = None, layers: range 
     )
 
 
-def _size(part: Range) -> int:
-    return part[1] - part[0]
+def _size(bounds: Range) -> int:
+    return bounds[1] - bounds[0]

@@ -1,7 +1,7 @@
-"""Experts as checkpoints store them: stacked as mlx-lm has them, each by itself, or stacked and joined.
+"""Read a checkpoint's experts, which are stored stacked, one by one, or stacked with gate and up joined.
 
-Published checkpoints have each by itself, mlx-lm's are stacked, and transformers 5 may join gate and up of a
-stack. Quantized experts are mlx-lm's, and stacked.
+Published checkpoints store experts one by one, mlx-lm stacks them, and transformers 5 may join gate and up of
+a stack. Quantized experts come from mlx-lm and are stacked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,14 @@ from kvant.models.tensors import FLOATS, Expected, Part, TensorFiles
 
 
 def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: Parameter) -> Expected | None:
-    """The tensors of one projection of a layer's experts; None: it is stacked at ``path``, as any matrix
-    is stored.
-    """
+    """Return the tensors of one projection of a layer's experts, or None if it is stacked at ``path``."""
     prefix = path.removesuffix(row.path)
     if row.joined is not None and prefix + row.joined in tensors:
         return {prefix + row.joined: (_joined_shape(config, config.architecture.of_role(row.role)), FLOATS)}
     names = _each(config, prefix, row)
     if not any(name in tensors for name in names):
         return None
-    for name in names:  # before many more names are made: the number of experts is only config.json's word
+    for name in names:  # check now: the number of experts is only a claim of config.json
         if name not in tensors:
             raise CheckpointError(f"tensor {name} is missing")
     return dict.fromkeys(names, (config.shape(row)[1:], FLOATS))
@@ -34,24 +32,23 @@ def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: 
 def take_stacked(
     config: ModelConfig, tensors: TensorFiles, prefix: str, rows: Sequence[Parameter], share: Share
 ) -> list[mx.array]:
-    """The floating-point stacks (experts, out, in) of a role's projections, however they are stored; a
-    rank's part.
-    """
+    """Return a rank's part of the floating-point stacks (experts, out, in) of a role's projections."""
     joined = rows[0].joined
     if joined is not None and prefix + joined in tensors:
-        part = joined_part(config, rows, share)
-        whole = tensors.take(prefix + joined, _joined_shape(config, rows), part=part)
+        piece = joined_part(config, rows, share)
+        whole = tensors.take(prefix + joined, _joined_shape(config, rows), part=piece)
         bounds = [sum(share.shape(config, row)[1] for row in rows[:i]) for i in range(1, len(rows))]
         return [*mx.split(whole, bounds, axis=1)] if bounds else [whole]
     return [_stack(config, tensors, prefix, row, share) for row in rows]
 
 
 def joined_part(config: ModelConfig, rows: Sequence[Parameter], share: Share) -> Part | None:
-    """The rank's part of the tensor with all matrices of a role, outputs side by side; None: all of it is."""
+    """Return a rank's part of the tensor with a role's matrices concatenated, or None if it has all of it."""
     parts = [share.part(config, row, config.shape(row)) for row in rows]
     if len(rows) == 1 or parts[0] is None:
         return parts[0]
-    ranges, start = [], 0
+    ranges = []
+    start = 0
     for row in rows:
         first, last = share.range(config, row)
         ranges.append((start + first, start + last))
@@ -60,7 +57,7 @@ def joined_part(config: ModelConfig, rows: Sequence[Parameter], share: Share) ->
 
 
 def expert_roles(config: ModelConfig) -> Iterator[tuple[str, list[Parameter]]]:
-    """The prefix of each layer with experts, with the rows of each role that experts have."""
+    """Yield the prefix of each layer with experts and the rows of each role of its experts."""
     table = config.architecture
     roles = dict.fromkeys(row.role for row in table.experts if row.each is not None)
     for layer in range(config.num_hidden_layers):
@@ -69,7 +66,7 @@ def expert_roles(config: ModelConfig) -> Iterator[tuple[str, list[Parameter]]]:
 
 
 def expert_tensors(config: ModelConfig, prefix: str, rows: Sequence[Parameter]) -> Iterator[str]:
-    """Every name that a tensor of these projections of a layer's experts may have."""
+    """Yield every possible name of a tensor of these projections of a layer's experts."""
     for row in rows:
         yield from (f"{prefix}{row.path}.weight", *_each(config, prefix, row))
         if row.joined is not None:
@@ -77,10 +74,11 @@ def expert_tensors(config: ModelConfig, prefix: str, rows: Sequence[Parameter]) 
 
 
 def _stack(config: ModelConfig, tensors: TensorFiles, prefix: str, row: Parameter, share: Share) -> mx.array:
-    shape, names = config.shape(row), _each(config, prefix, row)
+    shape = config.shape(row)
+    names = _each(config, prefix, row)
     if names and names[0] in tensors:
-        part = share.part(config, row, shape[1:])
-        return mx.stack([tensors.take(name, shape[1:], part=part) for name in names])
+        piece = share.part(config, row, shape[1:])
+        return mx.stack([tensors.take(name, shape[1:], part=piece) for name in names])
     return tensors.take(f"{prefix}{row.path}.weight", shape, part=share.part(config, row, shape))
 
 

@@ -1,4 +1,4 @@
-"""The architectures kvant loads, by the model_type of config.json: each module beside this one holds one."""
+"""The architectures that kvant loads, by the model_type of config.json. Each has a module here."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,6 +1,4 @@
-"""Llama: biases if config.json says so. A window only with layer_types: mlx-lm reads them, transformers
-does not.
-"""
+"""Llama: optional biases. Only layer_types gives windows: mlx-lm reads it, transformers does not."""
 
 from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS, QKV, Architecture
 

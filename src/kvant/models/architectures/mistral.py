@@ -1,4 +1,4 @@
-"""Mistral: a Llama without biases. Every layer sees a window, unless config.json has null for it."""
+"""Mistral: a Llama without biases. Every layer has a window unless sliding_window is null."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

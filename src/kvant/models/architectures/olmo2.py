@@ -1,6 +1,4 @@
-"""OLMo 2: norms after attention and MLP, not before. All queries of a token are normalized together, and
-all keys.
-"""
+"""OLMo 2: norms follow attention and MLP. All queries of a token are normalized together, as are all keys."""
 
 from kvant.models.architectures.table import MLP, OUTPUT, QKV, Architecture, Parameter
 
@@ -11,7 +9,7 @@ ARCHITECTURE = Architecture(
         *QKV,
         OUTPUT,
         *MLP,
-        # Ranks with a part of the heads add up their sums of squares.
+        # Ranks that divide the heads add up their sums of squares.
         Parameter("self_attn.q_norm", "query_norm", ("queries",), shard=0),
         Parameter("self_attn.k_norm", "key_norm", ("keys",), shard=0),
         Parameter("post_attention_layernorm", "after_attention", ("hidden",)),

@@ -1,4 +1,4 @@
-"""Qwen2: q, k and v have a bias. A window, if it is on, is for the layers from max_window_layers on."""
+"""Qwen2: q, k and v have a bias. An enabled window applies to layers from max_window_layers on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

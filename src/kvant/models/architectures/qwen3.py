@@ -1,6 +1,4 @@
-"""Qwen3: no bias. Each query and key head is normalized before its rotation. head_dim is a size of its
-own.
-"""
+"""Qwen3: no bias, an independent head_dim, and a norm of each query and key head before its rotation."""
 
 from kvant.models.architectures.qwen2 import windows
 from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT, QKV, Architecture, Parameter

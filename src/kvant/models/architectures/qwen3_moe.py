@@ -1,6 +1,4 @@
-"""Qwen3-MoE: a Qwen3 whose layers have experts. mlp_only_layers and decoder_sparse_step leave some with
-one MLP.
-"""
+"""Qwen3-MoE: a Qwen3 with experts, except in layers of mlp_only_layers or off decoder_sparse_step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,15 +9,17 @@ from kvant.models.architectures.qwen3 import ARCHITECTURE as QWEN3
 from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
 
 MAX_EXPERTS = 4096
-EXPERTS, PER_TOKEN, INNER_SIZE = 128, 8, 768  # if config.json says nothing
+EXPERTS = 128  # like the following, the default of config.json
+PER_TOKEN = 8
+INNER_SIZE = 768
 WINDOW = 4096
 
 
-# Paths are those of mlx-lm's stacks. Published files have each expert by itself; transformers can write them
-# joined.
+# Paths are those of mlx-lm's stacks. Published files store experts one by one; transformers can join them.
 def _experts(name: str, joined: str, shape: tuple[str, ...]) -> Parameter:
-    """A projection of all experts, of which ranks divide the inner features."""
-    each, inner = f"mlp.experts.{{}}.{name}", shape.index("expert_inner")
+    """Return a projection of all experts. Ranks divide its inner features."""
+    each = f"mlp.experts.{{}}.{name}"
+    inner = shape.index("expert_inner")
     whole = f"mlp.experts.{joined}_proj"
     return Parameter(
         f"mlp.switch_mlp.{name}", f"experts_{joined}", shape, shard=inner, each=each, joined=whole
@@ -35,19 +35,20 @@ ROUTER_AND_EXPERTS = (
 
 
 def expert_settings(raw: Mapping[str, Any], layers: int) -> ExpertSettings:
-    """As :attr:`Architecture.expert_settings`. transformers 5 writes num_local_experts for num_experts."""
+    """See :attr:`Architecture.expert_settings`. transformers 5 writes num_local_experts for num_experts."""
     names = [name for name in ("num_experts", "num_local_experts") if raw.get(name) is not None]
     counts = {name: size(raw, name, limit=MAX_EXPERTS) for name in names}
     if len({*counts.values()}) > 1:
-        said = " and ".join(f"{name} {count}" for name, count in counts.items())
-        raise ModelError(f"config.json: {said}; expected one number of experts")
+        values = " and ".join(f"{name} {count}" for name, count in counts.items())
+        raise ModelError(f"config.json: {values}; expected one number of experts")
     count = next(iter(counts.values()), EXPERTS)
     per_token = size(raw, "num_experts_per_tok", default=PER_TOKEN)
     if per_token > count:
         raise ModelError(
             f"config.json: num_experts_per_tok is {per_token}; expected at most num_experts, {count}"
         )
-    step, dense = size(raw, "decoder_sparse_step", default=1), _dense_layers(raw, layers)
+    step = size(raw, "decoder_sparse_step", default=1)
+    dense = _dense_layers(raw, layers)
     return ExpertSettings(
         count=count,
         per_token=per_token,
@@ -58,23 +59,21 @@ def expert_settings(raw: Mapping[str, Any], layers: int) -> ExpertSettings:
 
 
 def _dense_layers(raw: Mapping[str, Any], layers: int) -> list[int]:
-    found = raw.get("mlp_only_layers")
-    if found is None:
+    dense = raw.get("mlp_only_layers")
+    if dense is None:
         return []
-    if not isinstance(found, list) or any(
-        type(layer) is not int or not 0 <= layer < layers for layer in found
+    if not isinstance(dense, list) or any(
+        type(layer) is not int or not 0 <= layer < layers for layer in dense
     ):
         raise ModelError(
-            f"config.json: mlp_only_layers is {shown(found)}; expected a list of layers from 0 to "
+            f"config.json: mlp_only_layers is {shown(dense)}; expected a list of layers from 0 to "
             f"{layers - 1}"
         )
-    return found
+    return dense
 
 
 def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
-    """As :attr:`Architecture.windows`: if it is on, it is for every layer, whatever max_window_layers
-    says.
-    """
+    """See :attr:`Architecture.windows`. An enabled window applies to all layers despite max_window_layers."""
     if not flag(raw, "use_sliding_window") or raw.get("sliding_window", WINDOW) is None:
         return (None,) * layers
     return (size(raw, "sliding_window", default=WINDOW),) * layers

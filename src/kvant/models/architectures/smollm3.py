@@ -1,6 +1,6 @@
-"""SmolLM3: a Llama with layers that do not rotate (NoPE): every fourth, unless config.json says otherwise.
+"""SmolLM3: a Llama with layers that do not rotate (NoPE): by default every fourth.
 
-A window, if it is on, is for those layers.
+An enabled window applies to those layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,28 @@ from kvant.models.architectures.table import MLP, NORMS_BEFORE, OUTPUT_WITH_BIAS
 
 
 def rotates(raw: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """As :attr:`Architecture.rotates`: ``no_rope_layers`` has a 1 for each layer that does, in spite of
-    its name.
-    """
-    said = raw.get("no_rope_layers")
-    if said is None:
+    """See :attr:`Architecture.rotates`. Despite its name, ``no_rope_layers`` is 1 for layers that rotate."""
+    flags = raw.get("no_rope_layers")
+    if flags is None:
         interval = size(raw, "no_rope_layer_interval", default=4)
         return tuple((layer + 1) % interval != 0 for layer in range(layers))
     if (
-        not isinstance(said, list)
-        or len(said) != layers
-        or any(type(one) is not int or one not in (0, 1) for one in said)
+        not isinstance(flags, list)
+        or len(flags) != layers
+        or any(type(one) is not int or one not in (0, 1) for one in flags)
     ):
         raise ModelError(
-            f"config.json: no_rope_layers is {shown(said)}; expected {layers} times 0 or 1, one a layer"
+            f"config.json: no_rope_layers is {shown(flags)}; expected {layers} times 0 or 1, one per layer"
         )
-    return tuple(one == 1 for one in said)
+    return tuple(one == 1 for one in flags)
 
 
 def windows(raw: Mapping[str, Any], layers: int, types: Sequence[str]) -> tuple[int | None, ...]:
     if not flag(raw, "use_sliding_window") or raw.get("sliding_window") is None:
         return (None,) * layers
-    types = types or ["full_attention" if turns else "sliding_attention" for turns in rotates(raw, layers)]
+    types = types or [
+        "full_attention" if rotated else "sliding_attention" for rotated in rotates(raw, layers)
+    ]
     return sliding(size(raw, "sliding_window"), types)
 
 

@@ -1,7 +1,6 @@
-"""One table an architecture: the parameters of its checkpoints, and the defaults and flags of its
-config.json.
+"""The table of an architecture: its checkpoints' parameters, and its config.json's defaults and flags.
 
-Loading, refusing, plan, adapters, random weights and convert read the table. Nothing else knows a parameter's
+Loading, checks, plan, adapters, random weights and convert read the table. Nothing else knows a parameter's
 name.
 """
 
@@ -16,24 +15,24 @@ from kvant.fields import size
 class Parameter:
     """A projection, with its bias if the model has one, or the weight of a norm.
 
-    Projections of one role share their input. They are held as one matrix, their outputs side by side in the
-    order of the table. A bias goes with the outputs. Where ranks divide the inputs, one of them adds it.
+    Projections of one role share their input. They are concatenated to one matrix in the order of the table.
+    A bias is divided like the outputs. If ranks divide the inputs, one of them adds it.
     """
 
-    path: str  # its module in the checkpoint, or in each layer
-    role: str  # its place in the decoder
-    # (outputs, inputs) of a projection, (experts, outputs, inputs) of one for each expert, (size,) of a norm,
-    # by the names in :meth:`ModelConfig.shape`
+    path: str  # the module in the checkpoint, or in each layer
+    role: str  # the use in the decoder
+    # (outputs, inputs) of a projection, (experts, outputs, inputs) of experts, (size,) of a norm, with the
+    # names in :meth:`ModelConfig.shape`
     shape: tuple[str, ...]
-    # the axis of the weight that ranks divide, whole heads to each; None: each holds all
+    # the weight's axis that ranks divide, in whole heads; None: each rank has all of it
     shard: int | None = None
-    # the flag under which it has a bias (outputs,), the same for all of a role; None: never
+    # the flag that enables a bias (outputs,), the same for all of a role; None: never
     bias: str | None = None
-    # the path of one expert's matrix, "{}" its number, in checkpoints that do not stack them
+    # the path of one expert's matrix, with its number for "{}", in checkpoints that do not stack them
     each: str | None = None
     # the tensor of all experts' matrices of the role, in checkpoints that join outputs
     joined: str | None = None
-    converted: tuple[int, int] | None = None  # (bits, group size) that mlx-lm's converter always takes for it
+    converted: tuple[int, int] | None = None  # (bits, group size) that mlx-lm's converter always uses
 
 
 QKV = (
@@ -57,23 +56,23 @@ NORMS_BEFORE = (
 
 
 def sliding(window: int, types: Sequence[str]) -> tuple[int | None, ...]:
-    """The window for the layers that slide, by config.json's ``layer_types``."""
+    """Return the window of each layer from config.json's ``layer_types``."""
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSettings:
-    """The experts of a model: MLPs of which each token takes a few."""
+    """The experts of a model: MLPs, a few of which each token uses."""
 
     count: int  # in a layer
     per_token: int
     inner_size: int  # of one expert's MLP
-    # a token's shares of its experts add up to 1; otherwise they are parts of a softmax over all
+    # the shares of a token's experts add up to 1; else they come from a softmax over all experts
     normalized: bool
     layers: tuple[bool, ...]  # whether each layer has experts; the others have one MLP
 
     def as_config(self) -> dict[str, Any]:
-        """The keys of config.json that say so, each of which mlx-lm asks for."""
+        """Return the keys of config.json, all of which mlx-lm requires."""
         return {
             "num_experts": self.count,
             "num_experts_per_tok": self.per_token,
@@ -86,47 +85,45 @@ class ExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder, dense or with experts. Defaults are those that transformers takes if config.json says
-    nothing.
-    """
+    """A decoder, dense or with experts. Defaults are transformers' for keys missing in config.json."""
 
     name: str  # in config.json's ``architectures``
-    model_type: str  # in config.json; also the name of mlx-lm's module, if mlx-lm has no other for it
+    model_type: str  # in config.json; also the name of mlx-lm's module unless mlx-lm remaps it
     layer: tuple[Parameter, ...]  # the parameters of one layer
-    max_position_embeddings: int  # what positions that depend on it take if config.json says nothing
-    context_default: bool = False  # it is the context limit then, too: mlx-lm's class has it as its default
+    max_position_embeddings: int  # the default for positions that depend on it
+    context_default: bool = False  # the default also limits the context, as mlx-lm's class has it too
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_key_value_heads: int | None = None  # None: num_attention_heads
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     biases: tuple[str, ...] = ()  # flags of parameters that are always on
-    # Flags that config.json may set. Any other that it sets is refused. A bias of keys that are normalized
-    # after it could not be split off: such an architecture does not list ``attention_bias``.
+    # Flags that config.json may set; others are refused. An architecture that normalizes keys after adding
+    # their bias does not list ``attention_bias``, because that bias could not be split off.
     optional_biases: tuple[str, ...] = ()
-    # Of config.json, the number of layers and its checked ``layer_types``: of each layer, the number of last
-    # tokens that a query sees, itself included; None: it sees all.
+    # From config.json, the number of layers and the checked ``layer_types``: for each layer the number of
+    # last tokens that a query sees, including itself; None: all.
     windows: Callable[[Mapping[str, Any], int, Sequence[str]], tuple[int | None, ...]] = (
         lambda raw, layers, types: (
             sliding(size(raw, "sliding_window"), types) if "sliding_attention" in types else (None,) * layers
         )
     )
-    # of config.json and the number of layers: whether each layer turns its queries and keys
+    # from config.json and the number of layers: whether each layer rotates its queries and keys
     rotates: Callable[[Mapping[str, Any], int], tuple[bool, ...]] = lambda raw, layers: (True,) * layers
-    # of a layer with experts in place of those of :data:`MLP`; none: it is dense
+    # of a layer with experts, instead of :data:`MLP`; empty: the model is dense
     experts: tuple[Parameter, ...] = ()
     expert_settings: Callable[[Mapping[str, Any], int], ExpertSettings | None] = lambda raw, layers: None
     embedding: Parameter = Parameter("model.embed_tokens", "embedding", ("vocabulary", "hidden"))
-    # stands before the path of each parameter of a layer; "{}" is its number
+    # prefix of the path of each parameter of a layer, with its number for "{}"
     layers: str = "model.layers.{}."
     final_norm: Parameter = Parameter("model.norm", "final_norm", ("hidden",))
     head: Parameter = Parameter("lm_head", "head", ("vocabulary", "hidden"), shard=0)
 
     def of_role(self, role: str) -> list[Parameter]:
-        """A layer's parameters with this role; none if the architecture has no such part."""
+        """Return a layer's parameters with this role, if any."""
         return [parameter for parameter in (*self.layer, *self.experts) if parameter.role == role]
 
     def of_layer(self, has_experts: bool) -> tuple[Parameter, ...]:
-        """The parameters of a layer that has experts, or of one that has an MLP."""
+        """Return the parameters of a layer with experts, or of one with an MLP."""
         if not has_experts:
             return self.layer
         in_mlp = {parameter.role for parameter in MLP}
