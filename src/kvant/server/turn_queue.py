@@ -12,7 +12,7 @@ from kvant.errors import QueueFullError
 PLACE_SIZE = 256  # so much size delays an entry by one arrival
 
 T = TypeVar("T")
-Args = TypeVarTuple("Given")
+Args = TypeVarTuple("Args")
 Entry = tuple[int, int, "asyncio.Future[None]"]  # priority, arrival, and the future that begins its turn
 
 
