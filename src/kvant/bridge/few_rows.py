@@ -18,7 +18,7 @@ class FewRowsLinear(Linear):
     """A linear layer whose weight (out, in) is stored transposed, as in :class:`DenseMatrix`."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out)."""
+        """Multiply x and add the bias: (..., in) -> (..., out)."""
         output = DenseMatrix(self["weight"].T).project(x)
         return output + self["bias"] if "bias" in self else output
 

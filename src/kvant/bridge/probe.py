@@ -154,7 +154,7 @@ class _Probe:
         return mlx_lm_cache.create_attention_mask(N, 0, return_array, window_size)
 
     def maybe_trim_front(self) -> None:
-        """Nothing to trim."""
+        """Do nothing: there is nothing to trim."""
 
 
 def _probe_of(cache: Any, number: int) -> Any:

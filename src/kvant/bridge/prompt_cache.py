@@ -136,7 +136,7 @@ class PromptCacheLayer(BridgedLayer):
 
     @property
     def state(self) -> list[object]:
-        """For mlx-lm, which evaluates it."""
+        """The arrays that mlx-lm evaluates."""
         deferred = self._cache.batch.deferred.arrays
         return [NotSaved(), *self.layer.arrays, *self.layer.exact_arrays, *deferred]
 
@@ -165,7 +165,7 @@ class PromptCacheLayer(BridgedLayer):
         self.layer.arrays[0] = array
 
     def size(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return self._cache.offset
 
     def empty(self) -> bool:
@@ -237,7 +237,7 @@ class BatchLayer:
 
     @property
     def state(self) -> list[object]:
-        """For mlx-lm, which evaluates it."""
+        """The arrays that mlx-lm evaluates."""
         return [row.state for row in self.rows]
 
     @property
@@ -261,7 +261,7 @@ class BatchLayer:
         self.rows[0].values = array
 
     def size(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the number of tokens of the longest sequence."""
         return max(row.size() for row in self.rows)
 
     def empty(self) -> bool:

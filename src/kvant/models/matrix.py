@@ -36,7 +36,7 @@ class DenseMatrix:
     weight: mx.array  # (in, out); contiguous on a CPU, a view of the checkpoint's (out, in) on other devices
 
     def project(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out). On a CPU, results of a few rows do not depend on the other rows."""
+        """Multiply x: (..., in) -> (..., out). On a CPU, a few rows round independently of each other."""
         rows = x.size // x.shape[-1]
         if rows == 0 or mx.default_device().type != mx.cpu:
             return x @ self.weight
@@ -89,7 +89,7 @@ class QuantizedMatrix:
     biases: mx.array | None = None  # (out, in / group_size); None for floating-point formats
 
     def project(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out)."""
+        """Multiply x: (..., in) -> (..., out)."""
         if mx.default_device().type == mx.cpu:
             rows = x.size // x.shape[-1]
             elements = self.num_rows * x.shape[-1]
@@ -174,7 +174,7 @@ class AdaptedMatrix:
     up: mx.array  # (R, out)
 
     def project(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out)."""
+        """Multiply x: (..., in) -> (..., out)."""
         return self.base.project(x) + (x @ self.down) @ self.up
 
     def rows(self, ids: mx.array) -> mx.array:
@@ -215,7 +215,7 @@ class Linear:
     bias: mx.array | None = None  # (out,), of all matrices
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(..., in) -> (..., out)."""
+        """Multiply x and add the bias: (..., in) -> (..., out)."""
         output = _side_by_side([matrix.project(x) for matrix in self.matrices])
         return output if self.bias is None else output + self.bias
 

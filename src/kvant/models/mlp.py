@@ -26,7 +26,7 @@ class MLP:
     down_proj: Linear
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(..., hidden) -> (..., hidden)."""
+        """Apply the MLP: (..., hidden) -> (..., hidden)."""
         return self.down_proj(gated(self.gate_up_proj(x)))
 
     @property
@@ -35,7 +35,7 @@ class MLP:
 
 
 def gated(gate_up: mx.array) -> mx.array:
-    """silu(gate) * up: (..., 2 inner) -> (..., inner)."""
+    """Return silu(gate) * up: (..., 2 inner) -> (..., inner)."""
     return silu_times(*mx.split(gate_up, 2, axis=-1))
 
 
@@ -50,7 +50,7 @@ class Experts:
     normalized: bool  # the shares of a token's experts add up to 1
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(B, S, hidden) -> (B, S, hidden)."""
+        """Add up the outputs of each token's experts: (B, S, hidden) -> (B, S, hidden)."""
         tokens = x.reshape(-1, x.shape[-1])  # (B, S, hidden) -> (T, hidden)
         chosen, shares = self.route(tokens)
         experts = chosen.reshape(-1)  # (T, k) -> (N,)

@@ -9,7 +9,7 @@ from kvant.models.quantization import Quantization
 
 # at a time, for a few rows: more do not fit in the core's cache, fewer need more operations
 UNPACKED_ELEMENTS = 512 * 1024
-# Up to so many multiplications, OpenBLAS does not copy its operands first (x86 with AVX-512): 8 rows of x
+# Up to this many multiplications, OpenBLAS does not copy its operands first (x86 with AVX-512): 8 rows of x
 # take half the time. Each output is then a single sum over all columns, for any number of rows.
 SMALL_PRODUCT = 1000 * 1000
 VECTOR = 16  # float32 numbers; the rest of a block of weights is summed in a different order

@@ -17,7 +17,7 @@ from kvant.server.errors import described, logger
 
 INTERVAL_S = 0.2  # between two snapshots of the pool
 WATCHED_S = 2.0  # snapshots go on for this long after a request
-MAX_TOKENS = 4096  # whose times are stored; a client that polls too rarely misses some
+MAX_TOKENS = 4096  # with stored times; a client that polls too rarely misses some
 
 
 class Live:

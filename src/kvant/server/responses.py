@@ -520,7 +520,7 @@ class ResponseStream(Encoder):
         }
 
     def waiting(self) -> Iterator[dict[str, Any]]:
-        if not self._response["output"]:  # an event without news, for whoever waits for one
+        if not self._response["output"]:  # an event without news, for a client that waits for one
             yield self._event("response.in_progress", response=self._response | {"usage": None})
 
     def whole(self) -> dict[str, Any]:

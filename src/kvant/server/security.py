@@ -242,7 +242,7 @@ class Bodies:
         if body.count > limits.body_bytes:
             raise too_long
         if not body.fits:
-            message = "the server holds as many bytes of requests as it may; try again later"
+            message = "the server has no room for the request's body now; try again later"
             raise ApiError(message, status=503, headers={"retry-after": "1"})
         whole = b"".join(body.chunks)
         body.chunks[:] = [whole]

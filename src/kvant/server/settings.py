@@ -67,7 +67,7 @@ class Settings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allow_origins: tuple[str, ...] = ()  # web pages of these origins may use the server
     limits: Limits = field(default_factory=Limits)
-    keep_alive_s: float = math.inf  # an idle model is unloaded after so many seconds
+    keep_alive_s: float = math.inf  # seconds after which an idle model is unloaded
     # sent by `kvant ps` and `kvant stop`, which read it from a file of this user's running servers
     control_token: str = field(default_factory=secrets.token_urlsafe, repr=False)
 
