@@ -85,7 +85,7 @@ class Lead(CacheMaker):
         return self._step(self.local.every_logits, inputs, cache)
 
     def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        return self._step(self.part.every_hidden_state, inputs, cache)
+        return self._step(self.local.every_hidden_state, inputs, cache)
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
         return self.local.check_cache(cache)
