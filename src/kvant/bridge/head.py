@@ -13,7 +13,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from kvant.bridge.probe import called
 from kvant.errors import ModelError
 
-Given = Callable[[Module, mx.array, mx.array], object]  # called with a module, its input and its output
+Observer = Callable[[Module, mx.array, mx.array], object]  # called with a module, its input and its output
 
 
 def find_head(model: Any, name: str) -> Module:
@@ -25,7 +25,9 @@ def find_head(model: Any, name: str) -> Module:
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, Linear | QuantizedLinear | Embedding | QuantizedEmbedding):
-                stack.enter_context(_observed(module, lambda own, _, output: calls.append((own, output))))
+                stack.enter_context(
+                    _observed(module, lambda module, _, output: calls.append((module, output)))
+                )
         _, logits = called(model)
     heads = [
         module
@@ -40,13 +42,13 @@ def find_head(model: Any, name: str) -> Module:
 @contextmanager
 def inputs_of(head: Module) -> Iterator[Sequence[mx.array]]:
     """Collect what a head is given while this is open."""
-    given: list[mx.array] = []
-    with _observed(head, lambda *call: given.append(call[1])):
-        yield given
+    inputs: list[mx.array] = []
+    with _observed(head, lambda *call: inputs.append(call[1])):
+        yield inputs
 
 
 @contextmanager
-def _observed(module: Module, tell: Given) -> Iterator[None]:
+def _observed(module: Module, tell: Observer) -> Iterator[None]:
     """Tell of every product of the module with its weight; an embedding's look-up is none."""
     kind = type(module)
     method = "as_linear" if isinstance(module, Embedding | QuantizedEmbedding) else "__call__"

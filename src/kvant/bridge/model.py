@@ -78,9 +78,9 @@ class BridgedModel(CachedModel):
 
     def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         begun = self._begun(inputs, cache)
-        with inputs_of(self._head) as given:
+        with inputs_of(self._head) as head_inputs:
             self._logits(inputs, begun)  # dropped, so that the head's product is never computed
-        states: mx.array = mx.depends(given[-1:], begun.state)[0]
+        states: mx.array = mx.depends(head_inputs[-1:], begun.state)[0]
         return states
 
     def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
@@ -104,17 +104,19 @@ class BridgedModel(CachedModel):
             options.kv_format.check(self.identity, len(attentions))
             if self.has_sinks and any(layer.center for layer in options.kv_format.layers):
                 raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
-        apart = True
+        attends_per_sequence = True
         if not sizes["single"]:
             resolve(options.kernels)  # refuses them before the model is tried
-            apart = attends_separately(self.module, self.config.model_type, self.entries, self.dtype)
+            attends_per_sequence = attends_separately(
+                self.module, self.config.model_type, self.entries, self.dtype
+            )
         return reserve(
             self.entries,
             sizes,
             options,
             dtype=next((DTYPES[leaf.dtype] for leaf in attentions), self.dtype),
             absent=self.absent_caches,
-            attends_separately=apart,
+            attends_separately=attends_per_sequence,
             **further,
         )
 
@@ -159,8 +161,8 @@ class BridgedModel(CachedModel):
 
 def parameters(module: Module) -> dict[str, mx.array]:
     """Every array of a module, and of those in it, by its name."""
-    found: Any = tree_flatten(module.parameters())
-    return dict(found)
+    arrays: Any = tree_flatten(module.parameters())
+    return dict(arrays)
 
 
 def bytes_read(model: Module, experts_used: int | None, names: Collection[str] | None = None) -> int:
@@ -172,12 +174,14 @@ def bytes_read(model: Module, experts_used: int | None, names: Collection[str] |
     total = sum(array.nbytes for array in arrays.values())
     has_head = any(name.endswith("lm_head.weight") for name in arrays)
     for path, module in model.named_modules():
-        own = sum(array.nbytes for name, array in parameters(module).items() if f"{path}.{name}" in arrays)
+        module_bytes = sum(
+            array.nbytes for name, array in parameters(module).items() if f"{path}.{name}" in arrays
+        )
         if isinstance(module, Embedding | QuantizedEmbedding) and has_head:
-            total -= own
+            total -= module_bytes
         elif isinstance(module, SwitchLinear | QuantizedSwitchLinear) and experts_used is not None:
             experts = module.weight.shape[0]
-            total -= own * max(0, experts - experts_used) // experts
+            total -= module_bytes * max(0, experts - experts_used) // experts
     return total
 
 

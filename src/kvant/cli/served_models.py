@@ -156,10 +156,10 @@ def chosen_models(argument: str | None, model: Sequence[str], models: str | None
     if models is not None:
         folder = Path(models).expanduser()
         if folder.is_dir():
-            found = sorted(str(path.parent) for path in folder.glob("*/config.json"))
-            if not found:
+            folders = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+            if not folders:
                 raise BadValueError(f"--models is {models[:200]!r}, a folder without folders of models")
-            names += found
+            names += folders
         else:
             names += [name.strip() for name in models.split(",")]
     for name in names:
@@ -176,10 +176,10 @@ def keep_alive_seconds(text: str) -> float:
     """Return the seconds of --keep-alive."""
     if text == FOREVER:
         return float("inf")
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([smh]?)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([smh]?)", text)
+    if match is None:
         raise BadValueError(f"--keep-alive is {text[:80]!r}; expected a time such as 0, 90s, 5m or {FOREVER}")
-    return float(found[1]) * SECONDS[found[2]]
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
@@ -217,16 +217,16 @@ def _refuse_for_several(run: RunOptions, settings: Settings, count: int) -> None
 
 def _aliases(names: Sequence[str], aliases: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return each model's aliases: NAME=MODEL is for that model, NAME alone for the first one."""
-    found: dict[str, list[str]] = {name: [] for name in names}
+    by_model: dict[str, list[str]] = {name: [] for name in names}
     for text in aliases:
         alias, equals, model = text.partition("=")
         if len(names) == 1 or not equals:
-            found[names[0]].append(text)
-        elif model in found:
-            found[model].append(alias)
+            by_model[names[0]].append(text)
+        elif model in by_model:
+            by_model[model].append(alias)
         else:
             raise BadValueError(f"--alias is {text[:200]!r}; {model[:200]!r} is none of the models")
-    return {name: tuple(of_model) for name, of_model in found.items()}
+    return {name: tuple(of_model) for name, of_model in by_model.items()}
 
 
 def _check_names(models: Sequence[ServedModel]) -> None:

@@ -113,7 +113,7 @@ async def _events(
     """Yield the events of a submitted request from its tokens."""
     tokenizer = service.tokenizer
     # Some tokenizers decode in a process of their own, which must not block the server's event loop.
-    waits = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
+    decodes_elsewhere = not isinstance(tokenizer.detokenizer, ByteDetokenizer)
     shown = shown_tools(service, generation)
     numbers = range(generation.answers)
     texts = {number: _text(service, generation, prompt, shown, number) for number in numbers}
@@ -139,7 +139,7 @@ async def _events(
             del texts[token.answer]
             yield End(token.answer, "length", 0, cached_tokens=token.cached_tokens)
             continue
-        for event in await asyncio.to_thread(text.take, token) if waits else text.take(token):
+        for event in await asyncio.to_thread(text.take, token) if decodes_elsewhere else text.take(token):
             yield event
         if token.finish_reason is None:
             if text.stop is None and (generation.parallel_tool_calls or not text.calls):
@@ -222,18 +222,18 @@ class AnswerText:
         """Return the events of the next token; the last token also releases withheld text."""
         assert token.token is not None
         self.tokens += 1
-        parts: list[AnswerPart] = []
+        pieces: list[AnswerPart] = []
         if token.finish_reason != "stop":  # an end-of-text token has no text
             if self._logprobs:
                 assert token.logprob is not None
                 entry = self._token_logprob(token.token, token.logprob, token.top_logprobs)
                 self._pending.append(replace(entry, place=self._prompt + len(self._text.detokenizer.text)))
-            parts += self._text.add(token.token)
+            pieces += self._text.add(token.token)
         if token.finish_reason is not None:
-            parts += self._text.finish()
+            pieces += self._text.finish()
         if self._text.is_thinking:
             self.thinking_tokens = self.tokens
-        return [self._event(part) for part in parts]
+        return [self._event(piece) for piece in pieces]
 
     def read(self, prompt: Prompt, others: Sequence[tuple[int, float, Any]]) -> list[TokenLogprob]:
         """Begin the text with a prompt. Return its tokens if log-probabilities are requested.
@@ -258,20 +258,20 @@ class AnswerText:
             self._token_logprob(prompt.ids[0], None),
             *(self._token_logprob(*other) for other in others),
         ]
-        found = []
+        placed = []
         for each, place in zip(logprobs, places, strict=True):
             in_text = min(max(0, place - start), self._prompt)
-            found.append(replace(each, place=in_text))
-        return found
+            placed.append(replace(each, place=in_text))
+        return placed
 
-    def _event(self, part: AnswerPart) -> Text | Call:
-        if isinstance(part, CallPart):
+    def _event(self, piece: AnswerPart) -> Text | Call:
+        if isinstance(piece, CallPart):
             self._pending = []
             self._written = 0
             self.calls += 1
-            return Call(self._number, self.calls - 1, part.name, part.arguments)
-        logprobs = self._pending_of(part.text) if self._pending else ()
-        return Text(self._number, part.text, part.thinking, logprobs, self.tokens)
+            return Call(self._number, self.calls - 1, piece.name, piece.arguments)
+        logprobs = self._pending_of(piece.text) if self._pending else ()
+        return Text(self._number, piece.text, piece.thinking, logprobs, self.tokens)
 
     def _pending_of(self, text: str) -> list[TokenLogprob]:
         """Return the pending tokens of a piece of text. Tokens before it were marks."""

@@ -50,8 +50,8 @@ def make_app(registry: Registry) -> Starlette:
     routes += [*page.routes, *control.routes]
     pages = []
     if origins := registry.settings.allow_origins:  # a browser's preflight request has no key
-        told = ("request-id", "retry-after", "x-kvant-ignored")
-        pages = [Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",), expose_headers=told)]
+        exposed = ("request-id", "retry-after", "x-kvant-ignored")
+        pages = [Middleware(CORSMiddleware, origins, ("GET", "POST"), ("*",), expose_headers=exposed)]
     app = Starlette(
         routes=routes,
         middleware=[
@@ -113,7 +113,7 @@ async def tokenize(request: Request) -> Response:
         service, _ = await reader.use_model(body.model)
     asked = Generation(messages=messages, prompt=body.prompt, field=field)
     ids = (await asyncio.to_thread(read_prompt, service, asked)).ids
-    found: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
+    record: dict[str, object] = {"count": len(ids), "max_model_len": service.max_seq_len, "tokens": ids}
     if body.return_token_strs:
-        found["token_strs"] = await asyncio.to_thread(service.tokenizer.convert_ids_to_tokens, ids)
-    return JSONResponse(found)
+        record["token_strs"] = await asyncio.to_thread(service.tokenizer.convert_ids_to_tokens, ids)
+    return JSONResponse(record)

@@ -59,13 +59,13 @@ async def embeddings(request: Request) -> Response:
     if body.dimensions is not None:
         check_range("dimensions", body.dimensions, 1, service.model.embedding_size or MAX_DIMENSIONS)
 
-    async def work() -> tuple[EmbeddingRequest, list[mx.array]]:
+    async def compute() -> tuple[EmbeddingRequest, list[mx.array]]:
         asked = await asyncio.to_thread(_prepare, service, texts, body.dimensions)
         usage.fed(len(asked.prompt))
         getattr(request.state, FORGET)()  # the texts of others may take minutes
         return asked, await _vectors(service, asked)
 
-    asked, vectors = await unless_gone(request.receive, work())
+    asked, vectors = await unless_gone(request.receive, compute())
     tokens = len(asked.prompt)
     end = {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
     pieces = _written(vectors, end, as_text=body.encoding_format == "base64")

@@ -210,8 +210,8 @@ def chat_generation(body: ChatBody, service: Service, left_out: LeftOut) -> Gene
         check_range("top_logprobs", body.top_logprobs, 0, MAX_TOP_LOGPROBS)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs has no effect without logprobs: true", param="top_logprobs")
-    given = known_of(body.tools, {"function": FunctionTool}, "tools", left_out)
-    tools = checked_tools({f"{place}.function.name": tool_of(tool.function) for place, tool in given})
+    functions = known_of(body.tools, {"function": FunctionTool}, "tools", left_out)
+    tools = checked_tools({f"{place}.function.name": tool_of(tool.function) for place, tool in functions})
     return Generation(
         messages=_messages(body.messages, left_out),
         tools=tools,
@@ -244,17 +244,17 @@ def _common_fields(body: CommonBody, service: Service, left_out: LeftOut) -> dic
     }
 
 
-def _stop_tokens(given: Sequence[int], service: Service) -> Sequence[int]:
+def _stop_tokens(tokens: Sequence[int], service: Service) -> Sequence[int]:
     """Return vLLM's ``stop_token_ids`` after checking their number and range."""
-    if len(given) > MAX_TOKENS:
-        message = f"stop_token_ids has {len(given)} tokens; expected at most {MAX_TOKENS}"
+    if len(tokens) > MAX_TOKENS:
+        message = f"stop_token_ids has {len(tokens)} tokens; expected at most {MAX_TOKENS}"
         raise ApiError(message, param="stop_token_ids")
     last = service.model.config.vocab_size - 1
-    for token in given:
+    for token in tokens:
         if not 0 <= token <= last:
             message = f"stop_token_ids has token {token}; the model knows 0 to {last}"
             raise ApiError(message, param="stop_token_ids")
-    return given
+    return tokens
 
 
 def _renamed(body: CommonBody) -> CommonBody:
@@ -322,17 +322,17 @@ def _tool_choice(body: ChatBody, tools: Sequence[Tool]) -> ToolChoice | Tool:
 
 
 def _format(body: ChatBody) -> Format | None:
-    wanted = format_of(body.response_format)
+    requested = format_of(body.response_format)
     structured = _structured_format(body.structured_outputs)
-    if wanted and structured:
+    if requested and structured:
         said = "response_format and structured_outputs are given; expected one of them"
         raise ApiError(said, param="response_format")
-    return wanted or structured
+    return requested or structured
 
 
-def format_of(given: Any) -> Format | None:
+def format_of(response_format: Any) -> Format | None:
     """Return the format for a ``response_format``, or for a ``text.format`` of /v1/responses."""
-    match given:
+    match response_format:
         case JsonObjectFormat(schema=None):
             return Format("json_object")
         case JsonObjectFormat(schema=schema) | NamedSchema(schema=schema):
@@ -342,15 +342,15 @@ def format_of(given: Any) -> Format | None:
     return None
 
 
-def _structured_format(given: StructuredOutputs | None) -> Format | None:
+def _structured_format(structured: StructuredOutputs | None) -> Format | None:
     """Return the format for vLLM's structured_outputs."""
-    if given is None:
+    if structured is None:
         return None
-    found = [(name, source) for name in STRUCTURED if (source := getattr(given, name)) is not None]
-    if len(found) != 1:
+    kinds = [(name, source) for name in STRUCTURED if (source := getattr(structured, name)) is not None]
+    if len(kinds) != 1:
         said = f"{', '.join(name for name, _ in found) or 'nothing'}; expected one of {', '.join(STRUCTURED)}"
         raise ApiError(f"structured_outputs has {said}", param="structured_outputs")
-    ((name, source),) = found
+    ((name, source),) = kinds
     if name == "choice":
         if not source or sum(map(len, source)) > MAX_SOURCE:
             said = f"has more than {MAX_SOURCE} characters" if source else "is empty; expected texts"
@@ -362,28 +362,28 @@ def _structured_format(given: StructuredOutputs | None) -> Format | None:
 def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
     """Return the limit that any of these fields sets; -1 means no limit."""
     names = ("max_tokens", "max_completion_tokens", "num_predict", "n_predict")
-    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
-    if len({*given.values()}) > 1:
+    limits = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    if len({*limits.values()}) > 1:
         raise ApiError(f"{' and '.join(given)} differ; expected one of them", param="max_tokens")
-    return max_tokens(next(iter(given.values()), default))
+    return max_tokens(next(iter(limits.values()), default))
 
 
 def _variables(body: ChatBody, service: Service, left_out: LeftOut) -> dict[str, Any]:
     """Return the client's template variables. Those that the template does not mention are ignored."""
-    given = dict(body.chat_template_kwargs or {})
-    known = mentioned(service.tokenizer) | RESERVED if given else set()
-    for name in [name for name in given if name not in known]:
+    variables = dict(body.chat_template_kwargs or {})
+    known = mentioned(service.tokenizer) | RESERVED if variables else set()
+    for name in [name for name in variables if name not in known]:
         left_out.add(f"chat_template_kwargs.{name}")
-        del given[name]
+        del variables[name]
     try:
-        check_variables(service.tokenizer, given)
+        check_variables(service.tokenizer, variables)
     except ValueError as error:
         raise ApiError(f"chat_template_kwargs {error}", param="chat_template_kwargs") from error
     effort = with_effort(service.tokenizer, body.reasoning_effort, "reasoning_effort", left_out)
-    if both := given.keys() & effort.keys():
+    if both := variables.keys() & effort.keys():
         said = f"reasoning_effort and chat_template_kwargs both set {' and '.join(sorted(both))}"
         raise ApiError(f"{said}; expected one of them", param="reasoning_effort")
-    return {**given, **effort}
+    return {**variables, **effort}
 
 
 def completions_generations(body: CompletionsBody, service: Service, left_out: LeftOut) -> list[Generation]:
@@ -412,12 +412,12 @@ def completions_generations(body: CompletionsBody, service: Service, left_out: L
     return [replace(generation, prompt=prompt) for prompt in prompts]
 
 
-def prompts_of(given: str | Sequence[str | int | list[int]], field: str = "prompt") -> list[str | list[int]]:
+def prompts_of(value: str | Sequence[str | int | list[int]], field: str = "prompt") -> list[str | list[int]]:
     """Return the prompts of a body's field, each text or token ids. A list of numbers is one prompt."""
-    if isinstance(given, str):
-        return [given]
-    numbers = [each for each in given if isinstance(each, int)]
-    prompts = [each for each in given if not isinstance(each, int)]
+    if isinstance(value, str):
+        return [value]
+    numbers = [each for each in value if isinstance(each, int)]
+    prompts = [each for each in value if not isinstance(each, int)]
     if numbers and prompts:
         raise ApiError(
             f"{field} has numbers beside prompts; expected token ids, or texts and lists of ids", param=field
@@ -441,9 +441,9 @@ class _Answers(Encoder):
         self._logprobs = generations[0].logprobs
         self._answers = generations[0].answers
         self._count = self._open = len(generations) * self._answers
-        wanted = body.stream_options or StreamOptions()
-        self._wants_usage = bool(wanted.include_usage)
-        self._counts_on = self._wants_usage and bool(wanted.continuous_usage_stats)
+        stream_options = body.stream_options or StreamOptions()
+        self._wants_usage = bool(stream_options.include_usage)
+        self._counts_on = self._wants_usage and bool(stream_options.continuous_usage_stats)
         self._tokens = [0] * self._count  # of each answer so far
         self._prompt = self._cached = self._thinking = 0
 
@@ -569,8 +569,8 @@ class CompletionsAnswers(_Answers):
         yield from self._ended(event, "text_completion")
 
     def whole(self) -> dict[str, Any]:
-        given = enumerate(zip(self._texts, self._reasons, strict=True))
-        choices = [self._choice(number, texts, reason) for number, (texts, reason) in given]
+        answers = enumerate(zip(self._texts, self._reasons, strict=True))
+        choices = [self._choice(number, texts, reason) for number, (texts, reason) in answers]
         return self._object("text_completion", choices, usage=self._usage())
 
     def _choice(self, number: int, texts: Sequence[Text], reason: str | None) -> dict[str, Any]:
@@ -611,5 +611,5 @@ def _name(token: TokenLogprob) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)
 
 
-CHAT = Dialect(ChatBody, lambda *given: [chat_generation(*given)], ChatAnswers)
+CHAT = Dialect(ChatBody, lambda *arguments: [chat_generation(*arguments)], ChatAnswers)
 COMPLETIONS = Dialect(CompletionsBody, completions_generations, CompletionsAnswers)

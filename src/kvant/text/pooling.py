@@ -51,9 +51,9 @@ def choose_pooling(folder: Path | None, asked: PoolingKind | None) -> Pooling:
     """
     if asked is not None and asked not in get_args(PoolingKind):
         raise ArgumentError("pooling", f"is {asked!r:.80}; expected 'last' or 'mean'")
-    found = None if folder is None else read_pooling(folder)
-    if found is not None:
-        return found if asked is None else replace(found, kind=asked)
+    pooling_of_files = None if folder is None else read_pooling(folder)
+    if pooling_of_files is not None:
+        return pooling_of_files if asked is None else replace(pooling_of_files, kind=asked)
     if asked is None:
         reason = f"the model has no {MODULES} of sentence-transformers, which says how it pools"
         raise ArgumentError("pooling", f"is not given, and {reason}; expected 'last' or 'mean'")
@@ -100,8 +100,8 @@ def read_pooling(folder: Path) -> Pooling | None:
 def _modules(path: Path) -> list[tuple[str, str]]:
     """Return the class and the folder of each module of modules.json, whose content is a list."""
     content = read_bytes(path, MAX_CONFIG_BYTES)
-    found = parse_json(b'{"modules": %b}' % content, path)["modules"]
-    entries = found if isinstance(found, list) else [found]
+    listed = parse_json(b'{"modules": %b}' % content, path)["modules"]
+    entries = listed if isinstance(listed, list) else [listed]
     for each in entries:
         if not (
             isinstance(each, dict) and isinstance(each.get("type"), str) and isinstance(each.get("path"), str)
