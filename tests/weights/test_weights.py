@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.command import call
 from support.hub import Hub, git_id
+from support.pinned_configs import pinned_facts, written_config
 from support.pull_machine import REPOSITORY, WEIGHTS, Machine
 from support.terminal import Terminal
 
@@ -40,26 +41,6 @@ NAMES = [
     "qwen3-4b-4bit", "qwen3-8b-4bit",
 ]  # fmt: skip
 PINNED = "7ae557604adf67be50417f59c2c2f167def9a775"
-# What weights.toml leaves out of a config.json; with it, the file can be written again.
-COMMON = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True}
-QWEN = {"bos_token_id": 151643, "eos_token_id": 151645, "max_window_layers": 21, "use_sliding_window": False}
-REST: dict[str, dict[str, Any]] = {
-    "qwen2": COMMON | QWEN | {"sliding_window": 32768, "transformers_version": "4.43.1"},
-    "qwen3": COMMON
-    | QWEN
-    | {"attention_bias": False, "max_window_layers": 28, "rope_scaling": None, "rope_theta": 1000000}
-    | {"sliding_window": None, "transformers_version": "4.51.0"},
-    "llama": COMMON
-    | {
-        "attention_bias": False,
-        "bos_token_id": 128000,
-        "eos_token_id": [128001, 128008, 128009],
-        "mlp_bias": False,
-    }
-    | {"pretraining_tp": 1, "transformers_version": "4.45.0.dev0"},
-    "mistral": COMMON
-    | {"bos_token_id": 1, "eos_token_id": 2, "sliding_window": None, "transformers_version": "4.42.0.dev0"},
-}
 
 
 def test_every_entry_can_be_used() -> None:
@@ -77,32 +58,16 @@ def test_every_entry_can_be_used() -> None:
             assert file.bytes is None or file.bytes > 0
             assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
         if model.config["model_type"] in ARCHITECTURES:
-            assert ModelConfig.from_dict(model.config).rope.theta == model.config["rope_theta"]
+            facts = pinned_facts(name)
+            assert ModelConfig.from_dict(facts).rope.theta == facts["rope_theta"]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "smollm2-135m"])
 def test_the_shape_is_that_of_the_pinned_config(name: str) -> None:
     """Written again from the facts, config.json has the size and the digest it is pinned to."""
-    model = weights.known_models()[name]
-    facts: dict[str, Any] = {**model.config, **REST[model.config["model_type"]]}
-    quantization = facts.pop("quantization", None)
-    if facts["model_type"] in ("qwen2", "mistral") or name == "llama3.1-8b-4bit":
-        del facts["head_dim"]  # not in the file: hidden_size / num_attention_heads
-        assert model.config["head_dim"] * facts["num_attention_heads"] == facts["hidden_size"]
-    if name == "qwen2.5-7b":
-        facts |= {"max_window_layers": 28, "sliding_window": 131072}
-    if name == "llama3.1-8b-4bit":
-        facts["transformers_version"] = "4.42.3"
-    if name in ("qwen3-4b-4bit", "qwen3-8b-4bit"):
-        facts["max_window_layers"] = 36
-    if quantization:
-        facts["quantization"] = quantization
-        if facts["model_type"] in ("qwen3", "llama"):  # a later mlx-lm wrote it twice
-            facts["quantization_config"] = quantization
-    written = json.dumps(dict(sorted(facts.items())), indent=4 if quantization else 2)
-    if facts["model_type"] in ("qwen2", "mistral") and not quantization:
-        written += "\n"
-    pinned = next(file for file in model.files if file.name == "config.json")
+    written = written_config(name)
+    files = weights.known_models()[name].files
+    pinned = next(file for file in files if file.name == "config.json")
     assert (len(written), hashlib.sha256(written.encode()).hexdigest()) == (pinned.bytes, pinned.sha256)
 
 

@@ -348,7 +348,7 @@ def _structured_format(structured: StructuredOutputs | None) -> Format | None:
         return None
     kinds = [(name, source) for name in STRUCTURED if (source := getattr(structured, name)) is not None]
     if len(kinds) != 1:
-        said = f"{', '.join(name for name, _ in found) or 'nothing'}; expected one of {', '.join(STRUCTURED)}"
+        said = f"{', '.join(name for name, _ in kinds) or 'nothing'}; expected one of {', '.join(STRUCTURED)}"
         raise ApiError(f"structured_outputs has {said}", param="structured_outputs")
     ((name, source),) = kinds
     if name == "choice":
@@ -364,7 +364,7 @@ def _max_tokens(body: CommonBody, default: int | None = None) -> int | None:
     names = ("max_tokens", "max_completion_tokens", "num_predict", "n_predict")
     limits = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     if len({*limits.values()}) > 1:
-        raise ApiError(f"{' and '.join(given)} differ; expected one of them", param="max_tokens")
+        raise ApiError(f"{' and '.join(limits)} differ; expected one of them", param="max_tokens")
     return max_tokens(next(iter(limits.values()), default))
 
 

@@ -31,7 +31,7 @@ class KnownModel:
         revision: the full commit to which it is pinned.
         license: the SPDX identifier, in lower case as on the hub.
         files: the known files; the repository may have more.
-        config: the keys of config.json that determine the shape.
+        config: the keys of its config.json that decide its memory.
     """
 
     name: str
@@ -86,9 +86,15 @@ def known_files(repository: str, revision: str) -> dict[str, File]:
 
 
 def _table(name: str) -> Mapping[str, Any]:
-    path = next(path for path in PLACES if path.is_file())
-    table: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8")).get(name, {})
-    return table
+    """Return the entries of a table of weights.toml, each with its whole config."""
+    place = next(place for place in PLACES if place.is_file())
+    tables = tomllib.loads(place.read_text(encoding="utf-8"))
+    entries: dict[str, Any] = tables.get(name, {})
+    for entry in entries.values():
+        like = entry["config"].pop("like", None)
+        if like is not None:
+            entry["config"] = {**tables["models"][like]["config"], **entry["config"]}
+    return entries
 
 
 def _packaged(name: str, entry: Mapping[str, Any]) -> PackagedModel:

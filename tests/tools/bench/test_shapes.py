@@ -12,13 +12,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 from support.numbers import relative_error
+from support.pinned_configs import pinned_facts
 
 from kvant.engine.load import POCKET, find_model
 from kvant.errors import KvantError
 from kvant.models import ModelConfig, load_decoder
 from kvant.models.architectures import ARCHITECTURES
 from kvant.tools.bench.shapes import SHAPES, Shape, random_model, shape_bytes, write_random
-from kvant.weights import known_models
 
 QWEN2 = Shape("tiny", "qwen2", 256, 2, 4, 2, 64, 384, 500, True, large_key_bias=True)
 QWEN3 = Shape("tiny3", "qwen3", 128, 2, 4, 2, 64, 384, 500, True)
@@ -78,7 +78,7 @@ def test_one_key_pair_a_layer_is_as_large_as_qwen2s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_those_of_config_json(name: str) -> None:
-    config = ModelConfig.from_folder(find_model(POCKET)) if name == POCKET else known_models()[name].config
+    config = ModelConfig.from_folder(find_model(POCKET)) if name == POCKET else pinned_facts(name)
     raw = asdict(config) | {"rope_theta": config.rope.theta} if isinstance(config, ModelConfig) else config
     shape = asdict(SHAPES[name])
     given = shape.keys() & raw.keys() - ({"max_position_embeddings"} if name == POCKET else set())
