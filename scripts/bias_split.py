@@ -1,7 +1,7 @@
 """The worth of the bias split: the embedded model made Qwen2-like by a large key bias, its quality by cache
 format.
 
-Run: python scripts/bias_split.py > docs/bias-split/quality.jsonl
+Run: python scripts/bias_split.py > docs/data/bias-split/quality.jsonl
 
 A constant is added to k_proj.bias in every head's lowest-frequency rotary pair. There R_j b hardly moves
 within the context, so the softmax cancels it and the model's function stays: the first row of the table
