@@ -102,6 +102,12 @@ def test_the_command_alone_and_its_summaries_fit_a_terminal() -> None:
     assert all(len(line) <= 80 and line.endswith(".") and "..." not in line for line in listed)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_described_alike_in_both_helps(name: str) -> None:
+    command = typer.main.get_command(make_app([name])).commands[name]  # type: ignore[attr-defined]
+    assert command.help.partition("\n\n")[0] == COMMANDS[name] == command.get_short_help_str(limit=80)
+
+
 def test_the_help_lists_flags_in_groups() -> None:
     """Each flag once, the common ones first, and no long list among them."""
     titles = ["Arguments", "Common options", *GROUPS]

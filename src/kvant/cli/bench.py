@@ -128,7 +128,7 @@ def bench(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Measure every token of several engines, side by side.
+    """Measure every token's latency, engines side by side.
 
     Each engine has its own process. They run in turn, with the same prompts, and generate --max-tokens tokens
     each, greedily.

@@ -188,10 +188,11 @@ def config(
         bool, typer.Option("--path", help="Print where the file is looked for, and nothing else.")
     ] = False,
 ) -> None:
-    """Check the config file and show what it sets.
+    """Show the config file, and what it sets.
 
-    Top-level keys are flags of generate and chat; serve, plan and report use those that they have, too.
-    [generate], [chat], [serve], [plan] and [report] are for one command, [presets.NAME] for --preset NAME.
+    The command checks all of it. Top-level keys are flags of generate and chat; serve, plan and report use
+    those that they have, too. [generate], [chat], [serve], [plan] and [report] are for one command,
+    [presets.NAME] for --preset NAME.
     """
     expected = config_path()
     if path:

@@ -25,9 +25,10 @@ def doctor(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Describe the machine, say which path each operator takes and why, and check the fused kernel on a GPU.
+    """Describe this machine, and check the fused kernel on a GPU.
 
-    The kernel's results are compared with attention on the CPU. A mismatch exits with code 1.
+    The command also says which path each operator takes and why. The kernel's results are compared with
+    attention on the CPU. A mismatch exits with code 1.
 
     Under `kvant launch` it measures the connections between the ranks and checks a sum instead.
     """

@@ -40,10 +40,11 @@ def evidence(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Measure this machine with a model, and store every round in one file that others can check.
+    """Measure this machine into one file, or check such a file.
 
-    The file has what kvant doctor says; attention, and tokens next to mlx-lm's, in turn; memory against its
-    plan; the quality of 8 and 4 bits; the start. docs/data/evidence.md is made from such files.
+    The file has every round, so that others can check it: what kvant doctor says; attention, and tokens next
+    to mlx-lm's, in turn; memory against its plan; the quality of 8 and 4 bits; the start.
+    docs/data/evidence.md is made from such files.
     """
     options.check_kernels()
     if (output is None) == (check is None):

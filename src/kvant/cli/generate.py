@@ -88,7 +88,10 @@ def generate(
         ),
     ] = None,
 ) -> None:
-    """Answer one prompt, or the prompts of a file: text to standard output, statistics to standard error."""
+    """Answer one prompt, or the prompts of a file.
+
+    Text goes to standard output, statistics to standard error.
+    """
     if ignore_chat_template:
         for name, value in (
             *((name, getattr(run, name)) for name in OF_THE_TEMPLATE),

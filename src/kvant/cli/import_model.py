@@ -47,7 +47,7 @@ def import_model(
     ] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Make a model folder from a GGUF file; print the folder.
+    """Make a model folder from a GGUF file, and print the folder.
 
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4 and floats keep their values exactly. Q4_K and Q5_K have their scales
     rounded to float16. Q6_K is quantized to 8 bits again. Other types are refused.

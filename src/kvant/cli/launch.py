@@ -62,10 +62,11 @@ def launch(
         str | None, typer.Option(metavar="PATH", help="Run every rank with this Python, which has kvant.")
     ] = None,
 ) -> None:
-    """Run a command as ranks: `kvant launch -n 2 -- generate "Hello"`, or `--hostfile hosts.json`.
+    """Run a command on several machines at once.
 
-    Rank 0 is the command that you see. mlx.launch starts it and the others, with ssh on other machines. The
-    exit code is rank 0's, but never 0 if another rank failed.
+    `kvant launch -n 2 -- generate "Hello"` runs two ranks on this machine, `--hostfile hosts.json` runs
+    them on the machines of a file. Rank 0 is the command that you see. mlx.launch starts it and the others,
+    with ssh on other machines. The exit code is rank 0's, but never 0 if another rank failed.
     """
     words = command[1:] if command and os.path.basename(command[0]) == "kvant" else command
     if not words or words[0] not in COMMANDS:

@@ -60,7 +60,7 @@ def models(
         ),
     ] = False,
 ) -> None:
-    """List the models kvant knows by name, and the others that were pulled or imported."""
+    """List the models known by name, and others pulled or imported."""
     if architectures:
         ways = _architectures()
         lines = (

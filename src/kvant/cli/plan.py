@@ -91,7 +91,10 @@ def plan(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Plan a run's memory from config.json and file sizes alone. Exit code 0: it fits; 1: it does not."""
+    """Say which memory a run takes, and whether it fits.
+
+    The command reads only config.json and file sizes. Exit code 0: it fits; 1: it does not.
+    """
     model = options.choose_model(context, model_argument, run.model)
     draft_model = run.draft_model
     options.check_counts(sequences=sequences)

@@ -31,7 +31,7 @@ def pull(
         ),
     ] = False,
 ) -> None:
-    """Download a model and verify it; print its folder.
+    """Download a model, verify it, and print its folder.
 
     Only safetensors, JSON, tokenizers and templates are downloaded, into huggingface_hub's cache, shared with
     mlx-lm. A repository without a name is pinned to the commit it resolves to.

@@ -126,10 +126,11 @@ def report(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
 ) -> None:
-    """Measure the quality of cache formats against a cache that is not quantized.
+    """Measure the quality that cache formats cost.
 
-    It measures perplexity, KLD and agreement, for tokens read in chunks and for tokens read one by one after
-    them, each layer's attention error, and bytes per token.
+    Each format is compared with a cache that is not quantized. The command measures perplexity, KLD and
+    agreement, for tokens read in chunks and for tokens read one by one after them, each layer's attention
+    error, and bytes per token.
     """
     model = options.choose_model(context, model_argument, model)
     options.check_text(adapter_path=adapter_path, text=None if text is None else str(text))

@@ -26,9 +26,9 @@ def rm(
     model: options.Pulled = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a model that was pulled or imported, and say how many bytes that freed.
+    """Remove a model that was pulled or imported.
 
-    Files that another model needs are not removed.
+    Files that another model needs are not removed. The command says how many bytes it freed.
     """
     model = options.choose_model(context, model_argument, model)
     if not model:

@@ -121,7 +121,10 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serve models over HTTP, as OpenAI's and Anthropic's clients speak, with a chat page."""
+    """Serve models over HTTP, to many clients at once.
+
+    The server speaks as OpenAI's and Anthropic's clients expect, and has a chat page.
+    """
     try:
         from kvant.cli.served_models import chosen_models, keep_alive_seconds, offer
         from kvant.server.registry import Registry

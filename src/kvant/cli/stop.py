@@ -16,9 +16,9 @@ def stop(
     ] = None,
     all_models: Annotated[bool, typer.Option("--all", help="Unload every model of every server.")] = False,
 ) -> None:
-    """Unload a model of a running server, at once or when its requests have ended.
+    """Unload a model of a running server.
 
-    The next request for the model loads it again.
+    It is unloaded at once or when its requests have ended. The next request for the model loads it again.
     """
     if (model is None) is not all_models:
         raise BadValueError("expected either the name of a model or --all; `kvant ps` lists the models")

@@ -51,7 +51,10 @@ def chat(
     disk_cache: options.DiskCacheFolder = None,
     disk_cache_size: options.DiskCacheSize = None,
 ) -> None:
-    """Talk with a model; the history stays in the cache, and a turn feeds only its own tokens."""
+    """Talk with a model; the history stays in the cache.
+
+    A turn feeds only its own tokens.
+    """
     options.check_text(prompt_cache_file=prompt_cache_file)
     cache_file.check(prompt_cache_file)
     run = replace(run, model=options.choose_model(context, model_argument, run.model))
