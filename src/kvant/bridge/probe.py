@@ -68,7 +68,11 @@ def called(model: Model) -> tuple[list[Any], mx.array]:
     """Call ``model`` without evaluating it. Return the caches, with what they received, and the logits."""
     # The class's method: kvant may have replaced the instance's.
     make_cache = getattr(type(model), "make_cache", None)
-    made = [mlx_lm_cache.KVCache() for _ in model.layers] if make_cache is None else make_cache(model)  # type: ignore[attr-defined]
+    made = (
+        [mlx_lm_cache.KVCache() for _ in model.layers]  # type: ignore[attr-defined]
+        if make_cache is None
+        else make_cache(model)
+    )
     probes = [_probe_of(cache, number) for number, cache in enumerate(made)]
     return probes, model(mx.zeros((1, PROBE_TOKENS), mx.int32), cache=probes)
 

@@ -228,6 +228,6 @@ def _pairs(top: tuple[mx.array, mx.array] | None) -> list[tuple[int, float]]:
     """Return the possible tokens of :func:`_top`, most probable first."""
     if top is None:
         return []
-    ids, logprobs = top
-    pairs: Any = zip(ids.tolist(), logprobs.tolist(), strict=True)  # type: ignore[arg-type]
+    ids, logprobs = (array.tolist() for array in top)
+    pairs: list[tuple[int, float]] = list(zip(ids, logprobs, strict=True))  # type: ignore[arg-type]
     return sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: (-pair[1], pair[0]))

@@ -99,7 +99,8 @@ class Experts:
 
         This evaluates the router's choice, because the number of an expert's rows is a shape.
         """
-        counts: list[int] = mx.zeros(self.num_experts, mx.int32).at[experts].add(1).tolist()  # type: ignore[assignment]
+        chosen = mx.zeros(self.num_experts, mx.int32).at[experts].add(1)
+        counts: list[int] = chosen.tolist()  # type: ignore[assignment]
         cores = cpu_streams()
         first = 0
         outputs: list[mx.array] = []

@@ -25,7 +25,8 @@ class Metrics(Collector):
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         """``snapshot`` returns the current state."""
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for each: when it was first counted
+        # Without this, each has a second line: when it was first counted.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         counter = partial(Counter, registry=self._registry)
         histogram = partial(Histogram, registry=self._registry, buckets=SECONDS)

@@ -57,7 +57,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # asyncio's; 256 KiB by default
+        # An attribute of asyncio's sockets, 256 KiB otherwise.
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         if len(self.connections) > self.limits.connections:
             self._refuse(BUSY)
         else:

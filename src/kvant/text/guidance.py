@@ -71,7 +71,8 @@ class Vocabulary:
             from llguidance import LLTokenizer
         except ImportError as error:
             raise GrammarError("grammars need llguidance", install_command("serve")) from error
-        return LLTokenizer(self, eos_token=self.eos_token_ids)  # type: ignore[arg-type]  # it only reads attributes
+        # LLTokenizer only reads attributes.
+        return LLTokenizer(self, eos_token=self.eos_token_ids)  # type: ignore[arg-type]
 
 
 def check(document: str, vocabulary: str) -> None:

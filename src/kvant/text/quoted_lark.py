@@ -36,7 +36,8 @@ PIECE = re.compile(
 ATOM = re.compile(
     r"(?P<group>\((?:\?(?:P?<\w+>|:))?)|(?P<close>\))|(?P<bar>\|)|(?P<times>[*+?]|\{\d+(?:,\d*)?\})\??"
     r"|(?P<code>\\x\{[0-9a-fA-F]+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4})"
-    r"|(?P<set>\\[dDwWsS]|\[\^?\]?(?:\\.|[^\]\\])*\]?|\.)|(?P<char>\\[nrtfv]|\\[^a-zA-Z0-9]|[^\\^$])|(?P<other>.)",
+    r"|(?P<set>\\[dDwWsS]|\[\^?\]?(?:\\.|[^\]\\])*\]?|\.)"
+    r"|(?P<char>\\[nrtfv]|\\[^a-zA-Z0-9]|[^\\^$])|(?P<other>.)",
     re.DOTALL,
 )
 NAMED = {"\\n": "\n", "\\r": "\r", "\\t": "\t", "\\f": "\f", "\\v": "\v"}

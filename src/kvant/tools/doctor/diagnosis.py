@@ -66,9 +66,11 @@ class Diagnosis:
         """Settings that would make kvant correct or faster on this machine."""
         advice = []
         timed = [
-            result for result in self.kernels if result.fused_ms is not None and result.unfused_ms is not None
+            (result.fused_ms, result.unfused_ms)
+            for result in self.kernels
+            if result.fused_ms is not None and result.unfused_ms is not None
         ]
-        slower = sum(result.fused_ms > SLOWER * result.unfused_ms for result in timed)  # type: ignore[operator]
+        slower = sum(fused_ms > SLOWER * unfused_ms for fused_ms, unfused_ms in timed)
         if not self.healthy:
             reset = f"unset {VARIABLE}; " if os.environ.get(VARIABLE) == "fused" else ""
             advice.append(

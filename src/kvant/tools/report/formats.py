@@ -23,7 +23,8 @@ DEFAULT_GROUPS = (32, 64)
 MANY = 2**24  # tokens; more than any window has
 
 _PATTERN = re.compile(
-    rf"(?P<bits>{'|'.join(_BITS)})g(?P<group>\d{{1,6}})(?P<whole>:nosplit)?(?P<pmx>:pmx)?(?P<tail>:tail|:notail)?"
+    rf"(?P<bits>{'|'.join(_BITS)})g(?P<group>\d{{1,6}})"
+    r"(?P<whole>:nosplit)?(?P<pmx>:pmx)?(?P<tail>:tail|:notail)?"
 )
 TAILS = {None: None, ":tail": True, ":notail": False}  # suffix -> ``tail`` of CacheOptions
 

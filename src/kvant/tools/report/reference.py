@@ -82,7 +82,8 @@ def read_reference(path: Path, vocab_size: int, bos: int | None) -> Reference:
                     f"{path}: incomplete; {count} pieces of {length} tokens take {expected} bytes"
                 )
             stored = bytearray(file.read(start - HEADER))
-            ids: list[int] = mx.array(memoryview(stored)).view(mx.int32).tolist()  # type: ignore[arg-type, assignment]
+            tokens = mx.array(memoryview(stored)).view(mx.int32)  # type: ignore[arg-type]
+            ids: list[int] = tokens.tolist()  # type: ignore[assignment]
     except OSError as error:
         raise KvantError(f"{path}: cannot be read: {one_line(error)}") from error
     if not all(0 <= token < vocabulary for token in ids):

@@ -254,7 +254,8 @@ class SideBySide:
         wide = exact.astype(mx.float32)
         squares = [mx.square(x).sum() for x in (wide, *(other.astype(mx.float32) - wide for other in others))]
         mx.eval(exact, squares)
-        self.squares = [total + float(new.item()) for total, new in zip(self.squares, squares, strict=True)]  # type: ignore[arg-type]
+        added = [float(square.item()) for square in squares]  # type: ignore[arg-type]
+        self.squares = [total + new for total, new in zip(self.squares, added, strict=True)]
         return exact
 
     def error(self, number: int) -> float:

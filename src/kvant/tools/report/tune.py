@@ -106,7 +106,8 @@ class Statistics:
         if self.pairs:
             halves = exponents.reshape(len(exponents), 2, -1).max(axis=1, keepdims=True)
             exponents = mx.tile(halves, (1, 2, 1)).reshape(exponents.shape)
-        clipped: list[list[int]] = mx.clip(exponents, -MAX_EXPONENT, MAX_EXPONENT).astype(mx.int32).tolist()  # type: ignore[assignment]
+        exponents = mx.clip(exponents, -MAX_EXPONENT, MAX_EXPONENT).astype(mx.int32)
+        clipped: list[list[int]] = exponents.tolist()  # type: ignore[assignment]
         return clipped
 
 
