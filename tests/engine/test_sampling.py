@@ -262,7 +262,7 @@ def test_rows_that_are_broken_leave_the_others() -> None:
             "xtc_special_tokens has token 20; the",
         ),
         (greedy, make_logits_processors({20: 1.0}), "logit_bias has token 20; the model knows 0 to 19"),
-        (greedy, [5], "no logits processor"),
+        (greedy, [5], "nor a logits processor"),
     ],
 )
 def test_what_a_vocabulary_is_too_small_for(sampler: Any, processors: Any, words: str) -> None:

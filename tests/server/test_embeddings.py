@@ -261,7 +261,7 @@ def test_a_client_that_leaves_its_answer(pooling: Running, caplog: pytest.LogCap
         connection.sendall(head % (PATH.encode(), len(body)) + body)
         assert connection.recv(1000).startswith(b"HTTP/1.1 200 OK")
     assert _ask(pooling, "a")["usage"]["total_tokens"] == 1
-    wait(lambda: pooling.service.active == 0)
+    wait(lambda: pooling.registry.active == 0)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
