@@ -114,6 +114,12 @@ def pocket(pocket_folder: Path) -> tuple[Decoder, Any]:
 
 
 @pytest.fixture(scope="session")
+def headed() -> tuple[Decoder, Any]:
+    """The embedded model with its head for drafts, and its tokenizer."""
+    return kvant.load(POCKET, mtp=True)
+
+
+@pytest.fixture(scope="session")
 def pocket_mlx_lm(pocket_folder: Path) -> nn.Module:
     """mlx-lm's model on the embedded weights, in float32."""
     return load_reference(pocket_folder)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +70,30 @@ def test_from_the_prompt() -> None:
     chat = ["chat", "--temp", "0", "-m", "30", "--draft"]
     plain, drafted = (call(*chat, draft, stdin=f"{QUESTION}\n{QUESTION}\n") for draft in ("none", "prompt"))
     assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
+
+
+@pytest.mark.usefixtures("paying")
+def test_from_the_models_own_head(tmp_path: Path, pocket_folder: Path, prompts: str) -> None:
+    """The text is that without it; what is loaded and reserved counts in the plan. Without a head it is
+    refused.
+    """
+    plain, drafted = call("generate", *STORY), call("generate", *STORY, "--draft", "mtp")
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
+    assert re.search(r"^drafts: \d+ of \d+ tokens accepted, \d+ %$", drafted.stderr, re.MULTILINE)
+    together = ["generate", "--prompts-file", prompts, *STORY[1:], "--kv-bits", "0"]
+    plain, drafted = call(*together), call(*together, "--draft", "mtp", "--num-draft-tokens", "2")
+    assert (drafted.returncode, drafted.stdout) == (0, plain.stdout)
+    made = [json.loads(call("plan", "pocket", "--json", *flags).stdout) for flags in ([], ["--draft", "mtp"])]
+    assert made[1]["bytes"]["cache"] * 4 == made[0]["bytes"]["cache"] * 5
+    assert made[1]["bytes"]["weights"] > made[0]["bytes"]["weights"]
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        shutil.copyfile(pocket_folder / name, tmp_path / name)
+    for command in (["generate", QUESTION], ["plan"]):
+        error = refusal(2, *command, "--model", str(tmp_path), "--draft", "mtp")
+        assert "--draft is 'mtp'; " in error
+        assert "tensor model.mtp_layers.0.input_proj.weight is missing" in error
+    assert "--draft is mtp; several ranks" in refusal(2, "plan", "pocket", "--draft", "mtp", "--ranks", "2")
+    assert "--draft is mtp" in refusal(2, "plan", "pocket", "--draft", "mtp", "--remote")
 
 
 def test_from_a_model(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from kvant.cache.pool import Pool
 from kvant.cache.pool_sequence import PoolSequence
 from kvant.engine.cache_scheduler import CacheScheduler
 from kvant.engine.drafts import Drafts
+from kvant.engine.head_drafts import HeadDrafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Scheduler
@@ -90,7 +91,11 @@ def _draft(
     """
     model, draft_model = models
     scheduler, pool = scheduler_of(model, bits, **options)
-    drafts = ModelDrafts(model=draft_model, num_draft_tokens=7).for_pool(pool)
+    drafts: Any
+    if kind == "mtp":
+        drafts = HeadDrafts.of(model, 7).for_pool(pool)
+    else:
+        drafts = ModelDrafts(model=draft_model, num_draft_tokens=7).for_pool(pool)
     plain: dict[Request, list[int]] = {}
     for number, request in enumerate(requests):
         answer = alone(model, request, bits)
@@ -109,10 +114,10 @@ def _draft(
     assert scheduler.drafts.drafted > 40
     assert kind != "small" or scheduler.drafts.off == "the draft model's context, 146 tokens, is full"
     assert kind != "known" or 0.4 * scheduler.drafts.drafted < scheduler.drafts.accepted
-    for each in (pool, drafts.pool):
+    for each in (pool, getattr(drafts, "pool", pool)):
         assert isinstance(each, Pool)
         check_pages(each, [])
-    assert not drafts.drafters
+    assert not getattr(drafts, "drafters", ())
     return {request: told[each] for request, each in zip(requests, plain, strict=True)}
 
 
@@ -128,10 +133,12 @@ def ragged(heldout_ids: list[int]) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("known", 0), ("known", 8), ("own", 0), ("small", 0), *count([], [("own", 8)])]
+    ("kind", "bits"),
+    [("known", 0), ("known", 8), ("own", 0), ("small", 0), ("mtp", 0), ("mtp", 8), *count([], [("own", 8)])],
 )
 def test_every_answer_as_alone(
     pocket: Pocket,
+    headed: Pocket,
     small: Decoder,
     ragged: list[Request],
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +147,7 @@ def test_every_answer_as_alone(
 ) -> None:
     """They come, go and are cancelled."""
     draft_by_chance(monkeypatch, bits)
-    model = pocket[0]
+    model = headed[0] if kind == "mtp" else pocket[0]
     *_, forked, _ = ragged
     stopped = replace(ragged[0], stop_tokens={alone(model, ragged[0], bits)[6]})
     requests = [*ragged[:-2], stopped, *ragged[-2:]]

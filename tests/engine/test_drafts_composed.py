@@ -64,6 +64,7 @@ WAYS = pytest.mark.parametrize("answer", [_one, _many])
 DRAFTS: dict[str, Callable[[LanguageModel], dict[str, Any]]] = {
     "prompt": lambda model: {"draft": "prompt"},
     "model": lambda model: {"draft_model": model, "num_draft_tokens": 7},
+    "mtp": lambda model: {"draft": "mtp", "num_draft_tokens": 7},
 }
 
 
@@ -75,18 +76,19 @@ def paying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @WAYS
 @pytest.mark.usefixtures("paying")
-def test_stop_strings_and_grammars(pocket: Pocket, answer: Any) -> None:
+def test_stop_strings_and_grammars(pocket: Pocket, headed: Pocket, answer: Any) -> None:
     """A text, and its cache, ends where it does without drafts; the grammar sees every token."""
     drafts = {name: asked(pocket[0]) for name, asked in DRAFTS.items()}
     drafted = dict.fromkeys(DRAFTS, 0)
     options: dict[str, Any] = {"max_tokens": 60, "sampler": make_sampler(0.8, seed=4)}
     prompts = [REPEATING, "Once upon a time"]
+    models = dict.fromkeys(DRAFTS, pocket) | {"mtp": headed}
     plain = answer(pocket, prompts, **options)
     for stop in (plain[0][0][40:46], plain[0][0][-8:-2]):
         options["stop"] = stop
         expected = answer(pocket, prompts, **options)
         for name, asked in drafts.items():
-            made = answer(pocket, prompts, **options, **asked)
+            made = answer(models[name], prompts, **options, **asked)
             assert made[:3] == expected[:3], name
             drafted[name] += made[3]
     assert all(drafted.values()), drafted
@@ -96,16 +98,16 @@ def test_stop_strings_and_grammars(pocket: Pocket, answer: Any) -> None:
     expected = answer(pocket, [NAMES], **options)
     assert problem(json.loads(expected[0][0]), names) is None
     for name, asked in drafts.items():
-        made = answer(pocket, [NAMES], **options, **asked)
+        made = answer(models[name], [NAMES], **options, **asked)
         assert made[:3] == expected[:3], name
         assert made[3], name
 
 
 @WAYS
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_by_what_pays_on_this_machine(pocket: Pocket, small: LanguageModel, answer: Any, drafts: Any) -> None:
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_by_what_pays_on_this_machine(headed: Pocket, small: LanguageModel, answer: Any, kind: str) -> None:
     prompts = [" ".join(str(1 + (i + n) % 5) for i in range(18)) for n in range(2)]
-    plain, drafted = (answer(pocket, prompts, max_tokens=40, **asked) for asked in ({}, drafts(small)))
+    plain, drafted = (answer(headed, prompts, max_tokens=40, **asked) for asked in ({}, DRAFTS[kind](small)))
     assert drafted[:3] == plain[:3]
 
 
@@ -117,7 +119,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_draft_tokens": 3}, "num_draft_tokens is 3, .*without"),
     ({"draft_model": ..., "draft": "prompt"}, "draft is 'prompt'; expected 'none'"),
     ({"draft_model": "pocket"}, "draft_model is a str; expected a model"),
-    ({"draft": "promt"}, "draft is 'promt'; expected 'none' or 'prompt'"),
+    ({"draft": "promt"}, "draft is 'promt'; expected 'none' or 'prompt' or 'mtp'"),
+    ({"draft": "mtp"}, r"draft is 'mtp'; the model was loaded without its head: load\(..., mtp=True\)"),
 ]
 
 
@@ -131,7 +134,7 @@ def test_refused(pocket: Pocket, answer: Any, options: dict[str, Any], words: st
 
 
 @pytest.mark.parametrize("loaded", ["falcon_h1"], indirect=True)
-def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
+def test_refused_by_the_model(pocket: Pocket, headed: Pocket, loaded: Loaded) -> None:
     """States cannot go back; side by side, nor with determinism; ranks have no part of a draft model."""
     (states, _), (model, _) = loaded, pocket
     own = ModelDrafts(model=model)
@@ -152,7 +155,7 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
             )
     for options in DRAFTS.values():
         with pytest.raises(ArgumentError, match=r"draft.* is .*deterministic"):
-            _many(pocket, ["a"], deterministic=True, **options(model))
+            _many(headed, ["a"], deterministic=True, **options(model))
     cache = model.make_cache(64)
     cache.pool.divided = True
     with pytest.raises(ArgumentError, match="several ranks draft from prompt and answer alone"):
@@ -160,11 +163,12 @@ def test_refused_by_the_model(pocket: Pocket, loaded: Loaded) -> None:
 
 
 @pytest.mark.usefixtures("paying")
-def test_a_conversation(pocket: Pocket) -> None:
+def test_a_conversation(pocket: Pocket, headed: Pocket) -> None:
     """Turns, one of them left suspended, and one that goes on where the context is full."""
     said = []
-    for draft in ("none", "prompt"):
-        conversation = conversation_of(pocket, 160, overflow="forget", template_variables={})
+    for draft in ("none", "prompt", "mtp"):
+        model = headed if draft == "mtp" else pocket
+        conversation = conversation_of(model, 160, overflow="forget", template_variables={})
         options: dict[str, Any] = {"max_tokens": 40, "sampler": make_sampler(0.5, seed=1), "draft": draft}
         list(conversation.send("Say: red ball, red ball, red ball, red ball.", **options))
         left = conversation.send("Say it again: red ball, red ball.", **options)
@@ -174,7 +178,7 @@ def test_a_conversation(pocket: Pocket) -> None:
         last = list(conversation.send("Tell me a story about a fox named Pip.", **options))
         said.append(conversation.messages)
         assert (last[-1].drafts is None) == (draft == "none")
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
 
 
 @pytest.mark.usefixtures("paying")
@@ -192,14 +196,15 @@ def test_a_conversation_keeps_the_draft_models_cache(pocket: Pocket, monkeypatch
 
 @pytest.mark.usefixtures("paying")
 @pytest.mark.parametrize("bits", [0, 8, 4])
-def test_many_texts(pocket: Pocket, bits: int) -> None:
+@pytest.mark.parametrize("draft", ["prompt", "mtp"])
+def test_many_texts(pocket: Pocket, headed: Pocket, draft: str, bits: int) -> None:
     """A story told again, with three samplers: every text is the same where products round alike for any
     rows.
 
     Elsewhere every text of a float cache is, and at least 99 of 100 of others: where two tokens are about as
     likely, a step of several may round to the other one.
     """
-    model, tokenizer = pocket
+    model, tokenizer = headed if draft == "mtp" else pocket
     texts, samplers = count(1, 67), ({}, {"temp": 0.7}, {"temp": 1.0, "top_p": 0.95})
     same = drafted = 0
     for number in range(texts):
@@ -211,8 +216,8 @@ def test_many_texts(pocket: Pocket, bits: int) -> None:
             sampler = make_sampler(**settings, seed=number)
             options: dict[str, Any] = {"max_tokens": count(50, 150), "sampler": sampler, "kv_bits": bits}
             plain, other = (
-                list(stream_generate(model, tokenizer, ids, draft=draft, **options))
-                for draft in ("none", "prompt")
+                list(stream_generate(model, tokenizer, ids, draft=source, **options))
+                for source in ("none", draft)
             )
             same += [each.token for each in plain] == [each.token for each in other]
             drafted += sum(each.from_draft for each in other)

@@ -9,7 +9,7 @@ import pytest
 from support.batches import OPTIONS, PAGES, alone, ids_of, run_all, scheduler_of
 
 from kvant import stream_generate
-from kvant.engine.drafts import drafts_of
+from kvant.engine.head_drafts import drafts_of
 from kvant.engine.request import Request
 from kvant.errors import ContextError, QueueFullError
 from kvant.models import Decoder
@@ -221,15 +221,17 @@ def test_a_prompt_whose_client_left_is_gone_on_with(
     assert pool.num_free == PAGES
 
 
-@pytest.mark.parametrize(("answers", "source"), [(1, "none"), (2, "none"), (1, "prompt"), (2, "prompt")])
+@pytest.mark.parametrize("answers", [1, 2])
+@pytest.mark.parametrize("source", ["none", "prompt", "mtp"])
 def test_pages_that_are_only_promised_throw_out_no_beginning(
-    pocket: Pocket, heldout_ids: list[int], answers: int, source: Any
+    pocket: Pocket, headed: Pocket, heldout_ids: list[int], answers: int, source: Any
 ) -> None:
     """With several answers, and drafts: what is stored goes where a token needs its page, and not before."""
-    scheduler, pool = scheduler_of(pocket[0], pages=8 if answers == 1 else 12)
+    model = headed[0] if source == "mtp" else pocket[0]
+    scheduler, pool = scheduler_of(model, pages=8 if answers == 1 else 12)
     stored, other = heldout_ids[:410], heldout_ids[500:630]
     run_all(scheduler, [Request(stored, max_tokens=1)])
-    drafts = drafts_of(source)
+    drafts = drafts_of(source, model)
     request = Request(
         other, max_tokens=600, answers=answers, drafts=None if drafts is None else drafts.for_pool(pool)
     )

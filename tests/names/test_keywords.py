@@ -32,7 +32,7 @@ PROMPT = "Once upon a time"
 
 def test_every_keyword_of_mlx_lm_is_there_in_its_order() -> None:
     theirs = list(signature(mlx_lm.load).parameters)
-    assert list(signature(load).parameters) == [*theirs, "path_or_name", "weights"]
+    assert list(signature(load).parameters) == [*theirs, "path_or_name", "weights", "mtp"]
     ours = signature(stream_generate).parameters
     assert list(ours)[:6] == list(signature(mlx_lm.stream_generate).parameters)[:6]
     steps = {*signature(generate_step).parameters, *signature(speculative_generate_step).parameters}

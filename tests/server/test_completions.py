@@ -192,7 +192,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "expected one of them"),
     ({"num_predict": 5, "max_tokens": 6}, "max_tokens", "max_tokens and num_predict differ"),
     ({"tools": [{"function": {"name": "a"}}]}, "tools[0].type", "has no type; expected function"),
-    ({"draft": "suffix"}, "draft", '"model" or "none" or "prompt"'),
+    ({"draft": "suffix"}, "draft", '"model" or "mtp" or "none" or "prompt"'),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",

@@ -228,7 +228,7 @@ def test_errors_have_the_interfaces_shape(server: Running, to: Interface, stream
     for fields, status, param, code, said in (
         ({"model": "gpt-4o"}, 404, "model", "model_not_found", "'gpt-4o'"),
         ({"stream": 5}, 400, "stream", None, "`bool | null`"),
-        ({"draft": "suffix"}, 400, "draft", None, '"model" or "none" or "prompt"'),
+        ({"draft": "suffix"}, 400, "draft", None, '"model" or "mtp" or "none" or "prompt"'),
         ({to.asked: to.body(LONG)[to.asked]}, 400, to.asked, "context_length_exceeded", ""),
     ):
         answered = to.post(server, **{"stream": stream, **fields})

@@ -22,10 +22,12 @@ from support.server import SOON, Running, running, served, start, started
 from kvant.cache import CacheOptions
 from kvant.cache.disk import DiskCache
 from kvant.cli.serve import REQUEST_BYTES
+from kvant.engine.head_drafts import HeadDrafts
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Token
 from kvant.engine.scheduler import Scheduler
 from kvant.errors import ArgumentError
+from kvant.models import Decoder
 from kvant.operators.exact_rows import TAIL_WINDOW
 from kvant.server import run
 from kvant.server.service import make_pool
@@ -188,15 +190,18 @@ def _counts(server: Running) -> tuple[int, int]:
     return engine["drafted_tokens"], engine["accepted_tokens"]
 
 
-@pytest.mark.parametrize("draft", ["prompt", "model"])
-def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatch, draft: str) -> None:
+@pytest.mark.parametrize("draft", ["prompt", "model", "mtp"])
+def test_the_default_of_a_server(
+    server: Running, headed: tuple[Decoder, Any], monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
     service = server.service
+    model = headed[0] if draft == "mtp" else service.model
     settings = replace(service.settings, draft=draft, max_kv_size=256, sequences=2)
-    pool = make_pool(settings, service.model)
+    pool = make_pool(settings, model)
     drafts = ModelDrafts(model=service.model).for_pool(pool)
-    given = drafts if draft == "model" else None
+    given = {"model": drafts, "mtp": HeadDrafts.of(model) if draft == "mtp" else None}.get(draft)
     draft_by_chance(monkeypatch, 1)
-    with running(start(settings, service.model, service.tokenizer, pool=pool, drafts=given)) as found:
+    with running(start(settings, model, service.tokenizer, pool=pool, drafts=given)) as found:
         expected = COMPLETIONS.ask(server, *ASKED, ignore_eos=True)
         answer = COMPLETIONS.ask(found, *ASKED, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"] == 40
@@ -217,10 +222,11 @@ def test_the_default_of_a_server(server: Running, monkeypatch: pytest.MonkeyPatc
 
 def test_without_a_draft_model(server: Running) -> None:
     service = server.service
-    refused = COMPLETIONS.post(server, *ASKED, draft="model")
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "draft"
-    assert "started without --draft-model" in refused.json()["error"]["message"]
+    for draft, flag in (("model", "--draft-model"), ("mtp", "--draft mtp")):
+        refused = COMPLETIONS.post(server, *ASKED, draft=draft)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "draft"
+        assert f"started without {flag}" in refused.json()["error"]["message"]
     settings = replace(service.settings, draft="model", max_kv_size=256, sequences=2)
     with pytest.raises(ArgumentError, match="draft is 'model'; expected it with"):
         start(settings, service.model, service.tokenizer)

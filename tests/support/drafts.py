@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvant.cache.pool import PoolSequence
 from kvant.engine.drafts import MOST, DraftChoice, Drafter, Drafts
 from support.checkpoints import qwen2_config, write_reference
 
@@ -39,7 +40,7 @@ class KnownDrafts(Drafts):
     mistakes: float = 0.2
     seed: int = 0
 
-    def for_answer(self, salt: bytes, tokens: int) -> Drafter:
+    def for_answer(self, salt: bytes, tokens: int, sequence: PoolSequence) -> Drafter:
         return KnownText(self.text, self.mistakes, random.Random(self.seed))
 
 

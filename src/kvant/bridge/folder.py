@@ -17,6 +17,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, quantize
 from kvant.bridge.architectures import NEEDS_METAL, module_name
 from kvant.bridge.config import BridgedConfig, for_mlx_lm, read_config, read_folder
 from kvant.bridge.few_rows import multiply_few_rows
+from kvant.bridge.heads import HeadedBridgedModel, HeadedModule, HeadPlace, without_heads
 from kvant.bridge.model import BridgedModel, by_layer, parameters
 from kvant.bridge.probe import Attention, Entry, leaves_of, probe
 from kvant.bridge.rope import rotate_by_matrices
@@ -26,7 +27,7 @@ from kvant.fields import shown
 from kvant.models.as_stored import PARTS, add_prefix, stored_parts, warn_of_head
 from kvant.models.matrix import check_device
 from kvant.models.quantization import FLOAT_MODES, Quantization, format_of_shapes, read_quantization
-from kvant.models.tensors import TensorFiles
+from kvant.models.tensors import TensorFiles, tensor_files
 from kvant.tensor_header import BITS
 from kvant.threads import check_process
 
@@ -43,16 +44,21 @@ Progress = Callable[[int, int], None]
 Weights = dict[str, mx.array]
 
 
-def load_bridged(folder: Path, progress: Progress | None = None, adapter: Path | None = None) -> BridgedModel:
+def load_bridged(
+    folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, head: bool = False
+) -> BridgedModel:
     """Load a folder of an architecture that mlx-lm has and kvant has not.
 
     On a CPU activations and all floating-point weights have float32. On a GPU they keep the checkpoint's
     dtype. ``progress`` is called with (layers loaded, layers in all). An ``adapter`` is refused.
+    ``head``: with the head for drafts.
     """
     check_process()
     refuse_adapter(adapter)
-    model, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu)
+    model, config = check_bridged(folder, in_float32=mx.default_device().type == mx.cpu, head=head)
     evaluate(model, folder, progress)
+    if isinstance(model, HeadedModule):
+        return HeadedBridgedModel(model, config, main_dtype(model))
     return BridgedModel(model, config, main_dtype(model))
 
 
@@ -64,7 +70,7 @@ def refuse_adapter(adapter: Path | None) -> None:
 
 
 def check_bridged(
-    folder: Path, *, in_float32: bool = False, whole: bool = True
+    folder: Path, *, in_float32: bool = False, whole: bool = True, head: bool = False
 ) -> tuple[Module, BridgedConfig]:
     """mlx-lm's model with the folder's weights, which fit it and of which none has been read.
 
@@ -72,13 +78,17 @@ def check_bridged(
         in_float32: it computes in float32. Floats are cast before mlx-lm's class rearranges them: it adds 1
             to the weights of some norms, which half precision would round.
         whole: this machine is to hold all of them.
+        head: with the head for drafts; the model is a :class:`HeadedModule` then.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     raw: Mapping[str, Any] = read_folder(folder)
     try:
+        tensors = TensorFiles(folder, tensor_files(folder, head=True) if head else None)
+        place = HeadPlace(raw, tensors) if head else None
+        if place is not None:
+            raw = place.extended(raw)
         model, config = build(raw)
-        tensors = TensorFiles(folder)
         _, embedding = _ends(tensors)
         if embedding in EMBEDDINGS and f"model.{embedding}.weight" in parameters(model):
             add_prefix(tensors, f"model.{embedding}")
@@ -88,7 +98,9 @@ def check_bridged(
             model, config = build(raw)
         if whole:
             tensors.check_memory(tensors.nbytes)
-        _take_weights(model, raw, tensors, in_float32)
+        _take_weights(model, raw, tensors, in_float32, place)
+        if place is not None:
+            model = HeadedModule(model, place.layout)
         if in_float32:
             compute_in_float32(model)
     except ModelError as error:
@@ -205,9 +217,11 @@ def quantize_modules(model: Module, raw: Mapping[str, Any], weights: Weights | N
     quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
 
 
-def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, in_float32: bool) -> None:
+def _take_weights(
+    model: Module, raw: Mapping[str, Any], tensors: TensorFiles, in_float32: bool, place: HeadPlace | None
+) -> None:
     """Put the folder's tensors into the model, as mlx-lm's load_model does; they are read when they are
-    computed.
+    computed. ``place``: of the head, which becomes the model's last layer.
     """
     weights: Weights = {
         name: tensors.take(name, tensors.shape(name), tuple(BITS)) for name in sorted(tensors.names)
@@ -216,8 +230,11 @@ def _take_weights(model: Module, raw: Mapping[str, Any], tensors: TensorFiles, i
         weights = {name: _float32(array) for name, array in weights.items()}
     sanitize = getattr(model, "sanitize", None)  # an optional part of mlx-lm's models
     with library_errors(CheckpointError, f"its tensors are not those of a {raw['model_type']}"):
-        if sanitize is not None:
-            weights = dict(sanitize(weights))
+        before = without_heads(raw, weights) if place is None else place.placed(weights)
+        weights = dict(before if sanitize is None else sanitize(dict(before)))
+        if place is not None:
+            place.shorten(model)
+            weights = place.moved(weights, before)
         quantize_modules(model, raw, weights)
     head, _ = _ends(tensors)
     if head is not None and f"{head}.weight" not in parameters(model) and _is_copy(head, tensors):

@@ -180,7 +180,9 @@ class ModelCache(Sequence[Any]):
     def arrays(self) -> list[mx.array]:
         """Return all arrays of its layers and states."""
         layers = self.pool.layers
-        return [*(array for layer in layers for array in (*layer.arrays, *layer.exact_arrays)), *self.states]
+        hidden = [] if self.sequence.hidden is None else [self.sequence.hidden[0]]
+        rows = (array for layer in layers for array in (*layer.arrays, *layer.exact_arrays))
+        return [*rows, *self.states, *hidden]
 
     def use_disk(self, disk: DiskCache) -> None:
         """Read prompt prefixes from a disk cache, and write them there; see :meth:`Pool.use_disk`."""

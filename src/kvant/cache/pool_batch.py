@@ -78,6 +78,8 @@ class PoolBatch:
         # (rows, S, hidden) of the step's tokens; None: look up the ids
         self.embeddings: mx.array | None = None
         self._next_embeddings: mx.array | None = None
+        # (rows, S, width) what the model's last layer makes of the step's tokens; None: no head asks for it
+        self._hidden: mx.array | None = None
         self._placed: dict[LayerGroup, PagedRows] = {}
         self.deferred = DeferredWrites(self.sequences, is_single=pool.single)
 
@@ -113,6 +115,17 @@ class PoolBatch:
     def give_embeddings(self, embeddings: mx.array) -> None:
         """Make the next step read these embeddings (rows, S, hidden) instead of those of its ids."""
         self._next_embeddings = embeddings
+
+    def give_hidden(self, hidden: mx.array) -> None:
+        """Keep the states (rows, S, width) of a step that was begun: each sequence keeps its last token's."""
+        self._hidden = hidden
+
+    def hidden_before(self, width: int, dtype: mx.Dtype) -> mx.array:
+        """The states (rows, 1, width) behind the last committed tokens; zeros if they are not known."""
+        known = [sequence.hidden for sequence in self.sequences]
+        rows = [mx.zeros(width, dtype) if each is None else each[0][each[1]] for each in known]
+        rows += [mx.zeros(width, dtype)] * (self.rows - len(known))
+        return mx.stack(rows)[:, None]
 
     def begin(self, inputs: mx.array) -> tuple[int, ...]:
         """Begin a step of token ids (rows, S), discarding uncommitted steps of its sequences.
@@ -187,7 +200,7 @@ class PoolBatch:
             if self.deferred.tails:
                 self.deferred.commit(each)
             for b, sequence in live:
-                sequence.commit(new[b])
+                sequence.commit(new[b], None if self._hidden is None else (self._hidden, (b, each[b] - 1)))
             self.end_step()
 
     def end_step(self) -> None:
@@ -196,6 +209,7 @@ class PoolBatch:
         self.step = None
         self.embeddings = None
         self._next_embeddings = None
+        self._hidden = None
         self._placed = {}
 
     def placed(self, group: LayerGroup) -> PagedRows:
@@ -216,6 +230,11 @@ class PoolLayerView:
     @property
     def transform(self) -> KeyTransform:
         return self.layer.transform
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays that what was appended is in."""
+        return [*self.layer.arrays, *self.layer.exact_arrays, *self.batch.deferred.arrays]
 
     def multi_head_cache_attention(
         self,

@@ -38,6 +38,10 @@ class PoolSequence:
         self.checkpoints = Checkpoints(pool.checkpoints)  # used by a single pool's sequence
         self._states: dict[int, list[Arrays]] = {}  # by the number of tokens
         self.released = False
+        # The last token's hidden state, for the next row of a head: the step's states and its place in them.
+        # A slice would be an array that is not evaluated yet, which no other thread could compute. None: not
+        # known.
+        self.hidden: tuple[mx.array, tuple[int, int]] | None = None
         # Which tokens have exact rows; None: the pool has no exact tails.
         self.tail = None if pool.tails is None else pool.tails.open()
         if self.tail is not None:
@@ -81,12 +85,13 @@ class PoolSequence:
         """Set the states for ``length`` tokens before they are committed, which may be interrupted."""
         self._states = {self.length: self.states, length: states}
 
-    def commit(self, ids: Sequence[int]) -> None:
-        """Commit tokens whose rows were written; called by a batch."""
+    def commit(self, ids: Sequence[int], hidden: tuple[mx.array, tuple[int, int]] | None = None) -> None:
+        """Commit tokens whose rows were written; called by a batch. ``hidden``: the last token's state."""
         # The length changes last: after an interruption, ids past it are ignored.
         self._ids[self.length :] = ids
         self.length += len(ids)
         self.step = None
+        self.hidden = hidden if ids else self.hidden
         if self._states:
             self.states = self.states  # drops the states of other lengths
 
@@ -119,6 +124,7 @@ class PoolSequence:
             self.states = self.states
             self.pool.drop_step()
             self.lookahead = 0
+            self.hidden = None if lost else self.hidden
             return lost
 
     def trim_to(self, num_tokens: int) -> None:
@@ -224,6 +230,7 @@ class PoolSequence:
                 raise
             made = type(self)(self.pool, tables, max_tokens, self.ids, self.salt)
             made.states = self.states  # a step replaces a state's arrays
+            made.hidden = self.hidden
             if self.pool.tails is not None and self.tail is not None and made.tail is not None:
                 self.pool.tails.fork(self.tail, made.tail)
             return made
@@ -301,6 +308,7 @@ class PoolSequence:
                     first = max(lost[layer], self._table_of(layer).first)
                     self.put(layer, other.copied_rows(from_layer, first), length)
                 self.will_have(length, other.states)
+            self.hidden = other.hidden
             self.take_tail(other.copied_tail())
 
     def copied_tail(self) -> TailCopy | None:

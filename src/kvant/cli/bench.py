@@ -94,8 +94,8 @@ def bench(
     draft: Annotated[
         Source,
         typer.Option(
-            help="prompt: also measure kvant with tokens guessed from repeated text; the default engine is "
-            "then only kvant."
+            help="Also measure kvant with tokens guessed from repeated text (prompt) or by the model's own "
+            "head (mtp); the default engine is then only kvant."
         ),
     ] = "none",
     draft_model: Annotated[

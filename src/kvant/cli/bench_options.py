@@ -144,7 +144,7 @@ def drafts(
 ) -> dict[str, str | int | None]:
     """Return the attributes of engines that draft; empty if none does."""
     if draft_model is None:
-        return {} if draft == "none" else {"draft": draft}
+        return {} if draft == "none" else {"draft": draft, "num_draft_tokens": num_draft_tokens}
     from kvant.engine.model_drafts import check_folders
 
     path = find_model(draft_model)

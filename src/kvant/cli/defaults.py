@@ -90,7 +90,7 @@ def blocked_by(name: str, values: Mapping[str, Any]) -> str | None:
     if name == "kv_group_size":
         return "kv_bits" if values["kv_bits"] == 0 else None
     if name == "num_draft_tokens":
-        return None if values["draft_model"] else "draft_model"
+        return None if values["draft_model"] or values.get("draft") == "mtp" else "draft_model"
     if name in ("draft", "draft_model"):
         other = "draft_model" if name == "draft" else "draft"
         if values.get(other) not in (None, "none"):

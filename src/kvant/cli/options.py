@@ -92,7 +92,8 @@ PrefillStepSize = Annotated[
     int, typer.Option(help="Read the prompt in chunks of this many tokens; fewer take less memory.")
 ]
 NumDraftTokens = Annotated[
-    int | None, typer.Option(help="Tokens that the draft model guesses in a step, 1 to 7; default: 3.")
+    int | None,
+    typer.Option(help="Tokens that a draft model or head guesses in a step, 1 to 7; default: 3."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics and no progress.")]
 
@@ -239,8 +240,9 @@ class RunOptions:
     draft: Annotated[
         Source,
         typer.Option(
-            help="prompt: guess tokens from repeated text and check several in one step, if that is "
-            "expected to be faster. The answer stays the same, except for rounding."
+            help="Guess tokens and check several in one step, if that is expected to be faster. prompt: "
+            "from repeated text; mtp: with the model's own head for multi-token prediction. The answer "
+            "stays the same, except for rounding."
         ),
     ] = "none"
     draft_model: Annotated[
@@ -471,7 +473,7 @@ def disk_cache(folder: str | None, size: str | None) -> DiskCache | None:
 def check_draft(draft: str, draft_model: str | None, num_draft_tokens: int | None) -> None:
     """Refuse --draft with --draft-model, and a number of tokens out of range or without effect."""
     check_text(draft_model=draft_model)
-    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
+    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None or draft == "mtp")
     if draft_model is not None and draft != "none":
         raise BadValueError(f"--draft is {draft}, and --draft-model drafts too: expected one of the two")
 

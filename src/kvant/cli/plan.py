@@ -36,7 +36,7 @@ MAX_RANKS = 256
 DOES_NOT_FIT = 1
 NOT_OF_A_PLAN = Without([
     "preset", "max_tokens", "stop", "extra_eos_token", "ignore_eos", "system_prompt", "chat_template_config",
-    "kernels", "draft", "num_draft_tokens", "wired", "raw", "quiet",
+    "kernels", "num_draft_tokens", "wired", "raw", "quiet",
 ])  # fmt: skip
 
 
@@ -108,7 +108,10 @@ def plan(
     names = [] if hostfile is None else read_hosts(Path(hostfile))
     count = len(running) or _count(ranks, names, sizes, kind)
     machines = running or [_machine(device, size) for size in sizes] or [_machine(device, None)]
-    checkpoint = _checkpoint(model, remote)
+    has_head = run.draft == "mtp"
+    if has_head and count is not None:
+        raise BadValueError("--draft is mtp; several ranks draft from prompt and answer alone")
+    checkpoint = _checkpoint(model, remote, head=has_head)
     if weight_format is not None:
         checkpoint = checkpoint.quantized(weight_format.bits, weight_format.group_size)
     if run.adapter_path is not None:
@@ -236,12 +239,17 @@ def _size(text: str) -> int:
     return size
 
 
-def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
-    """Read what is known of a model: from a folder, from the hub, or about a listed name."""
+def _checkpoint(model: str, remote: bool, *, head: bool = False) -> AnyCheckpoint:
+    """Read what is known of a model: from a folder, from the hub, or about a listed name.
+
+    ``head``: include the head for drafts, which only a folder's tensors show.
+    """
     from kvant import weights
     from kvant.weights.known import packaged_models
 
     if remote:
+        if head:
+            raise BadValueError("--draft is mtp; expected it without --remote: the tensors tell the head")
         if model == POCKET:
             raise BadValueError(f"--remote asks the hub, and '{POCKET}' is embedded in kvant")
         if model in packaged_models():
@@ -256,6 +264,8 @@ def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
     try:
         folder = find_model(model)
     except ModelError:
+        if head:
+            raise
         packaged = packaged_models().get(model)
         if packaged is not None:
             return read_facts(packaged.config, packaged.tensor_bytes)
@@ -263,7 +273,7 @@ def _checkpoint(model: str, remote: bool) -> AnyCheckpoint:
         if known is None:
             raise
         return read_facts(known.config, _tensor_bytes({file.name: file.bytes for file in known.files}))
-    return read_folder(folder)
+    return read_folder(folder, head=head)
 
 
 def _tensor_bytes(sizes: Mapping[str, int | None]) -> int | None:

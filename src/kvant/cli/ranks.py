@@ -70,6 +70,12 @@ def reads_input() -> bool:
     return RANK not in os.environ and _guard is None
 
 
+def refuse_head(draft: str) -> None:
+    """Refuse drafts of the model's head on several ranks: each has a part of the model, and none the head."""
+    if _guard is not None and draft == "mtp":
+        raise BadValueError(f"--draft is mtp; over {_guard.size} ranks expected --draft prompt")
+
+
 def refuse(draft_model: str | None, **files: object) -> None:
     """Refuse a draft model, and ``files`` by flag that need the whole cache, if there are several ranks."""
     for name, value in files.items():

@@ -11,6 +11,7 @@ from kvant.cli import options, ranks, terminal
 from kvant.cli.fitting import named_format, plan_that_fits, with_weights
 from kvant.cli.options import BadValueError, KvSize, RunOptions
 from kvant.cli.session import drafts_for_pool, load_session, prepare
+from kvant.engine.head_drafts import HeadDrafts
 from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.errors import ContextError
@@ -81,7 +82,7 @@ class Loader:
         if self.disk is not None:
             pool.use_disk(self.disk, is_exact=deterministic)
         with options.named("--deterministic"):
-            pooled = drafts if isinstance(drafts, PooledDrafts) else None
+            pooled = drafts if isinstance(drafts, PooledDrafts | HeadDrafts) else None
             service = Service(
                 settings, session.model, session.tokenizer, pool, metrics, as_record(planned), pooled
             )

@@ -29,7 +29,8 @@ from kvant.cli.options import RunOptions as RunOptions  # re-exported for kvant 
 from kvant.cli.progress import LateProgress
 from kvant.cli.sampling import describe_sampling, drawn_seed, in_force, model_sampling
 from kvant.cli.terminal import say
-from kvant.engine.drafts import Drafts, drafts_of
+from kvant.engine.drafts import Drafts
+from kvant.engine.head_drafts import drafts_of
 from kvant.engine.load import Weights, find_adapter, find_model, load_folder, load_model
 from kvant.engine.model_drafts import ModelDrafts, check_drafts, check_folders
 from kvant.engine.processors import LogitsProcessor
@@ -79,7 +80,8 @@ class Whole:
         return made, self.machine
 
     def load(self, folder: Path, progress: Progress | None, adapter: Path | None) -> LanguageModel:
-        return load_model(folder, progress, adapter, weights=weights_format(self.checkpoint))
+        how = weights_format(self.checkpoint)
+        return load_model(folder, progress, adapter, weights=how, mtp=self.checkpoint.has_head)
 
     def describe(self, model: LanguageModel) -> list[str]:
         return []
@@ -185,7 +187,7 @@ def drafts_for_pool(
 
     If a draft model needs memory, it is reserved and printed.
     """
-    drafts: Drafts | ModelDrafts | None = drafts_of(run.draft)
+    drafts: Drafts | ModelDrafts | None = drafts_of(run.draft, session.model, run.num_draft_tokens)
     if session.draft_model is not None:
         options = session.settings.cache
         drafts = ModelDrafts(
@@ -251,6 +253,7 @@ def load_session(
             adapter_path=run.adapter_path,
             process=process,
             load_weights=arrangement.load,
+            mtp=checkpoint.has_head,
         )
         draft_model = None
         if draft_folder is not None and settings.draft_model is not None:
@@ -361,7 +364,8 @@ def prepare(
         )
     if run.weights == "float32" and ranks.guard() is not None:
         raise BadValueError("--weights is 'float32'; on several ranks weights stay as they are stored")
-    checkpoint = read_folder(folder)
+    ranks.refuse_head(run.draft)
+    checkpoint = read_folder(folder, head=run.draft == "mtp")
     if run.adapter_path is not None:
         checkpoint = checkpoint.adapted(find_adapter(run.adapter_path))
     cache = with_checkpoints(run, checkpoint, sequences, talks=talks)

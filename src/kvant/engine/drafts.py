@@ -3,13 +3,12 @@
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
-from kvant.cache.pool import Pool
-from kvant.errors import ArgumentError
+from kvant.cache.pool import Pool, PoolSequence
 
-Source = Literal["none", "prompt"]
-ServedSource = Literal["none", "prompt", "model"]  # where a server may have a draft model
+Source = Literal["none", "prompt", "mtp"]  # mtp: the model's own head
+ServedSource = Literal["none", "prompt", "mtp", "model"]  # where a server may have a draft model
 MOST = 7  # tokens of a draft
 MOST_TOKENS = 65_536  # that a drafter from the text remembers
 # levels: at level n a draft needs a match of 2^n tokens; at the last one nothing is drafted
@@ -225,8 +224,8 @@ class Drafts:
         """Return the drafts for the sequences of a pool."""
         return self
 
-    def for_answer(self, salt: bytes, tokens: int) -> Drafter:
-        """Return a drafter for an answer of at most ``tokens`` tokens. It must be released."""
+    def for_answer(self, salt: bytes, tokens: int, sequence: PoolSequence) -> Drafter:
+        """Return a drafter for an answer of at most ``tokens`` tokens in a sequence. It must be released."""
         return SuffixDrafter()
 
     def propose(self, drafters: Sequence[Any], counts: Sequence[int]) -> list[list[int]] | None:
@@ -237,10 +236,10 @@ class Drafts:
 class Drafting:
     """The drafting of one answer: the source of drafts, and the drafter's progress in its tokens."""
 
-    def __init__(self, source: Drafts, salt: bytes, tokens: int) -> None:
-        """Make it for an answer of at most ``tokens`` tokens to a request with this salt."""
+    def __init__(self, source: Drafts, salt: bytes, tokens: int, sequence: PoolSequence) -> None:
+        """Make it for an answer of at most ``tokens`` tokens, in its sequence, to a request with this salt."""
         self.source = source
-        self.drafter = source.for_answer(salt, tokens)
+        self.drafter = source.for_answer(salt, tokens, sequence)
         self._num_read = 0
 
     def update(self, tokens: Sequence[int]) -> bool:
@@ -249,10 +248,3 @@ class Drafting:
         self.drafter.extend(new)
         self._num_read += len(new)
         return self._num_read == len(tokens)
-
-
-def drafts_of(draft: object) -> Drafts | None:
-    """Return the drafts for ``draft="prompt"``, or None for "none"."""
-    if draft not in get_args(Source):
-        raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
-    return None if draft == "none" else Drafts()

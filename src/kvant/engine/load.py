@@ -40,6 +40,7 @@ def load(
     *,
     path_or_name: str | Path | None = None,
     weights: Weights | None = None,
+    mtp: bool = False,
 ) -> tuple[LanguageModel, Tokenizer]: ...
 @overload
 def load(
@@ -54,6 +55,7 @@ def load(
     trust_remote_code: bool = False,
     path_or_name: str | Path | None = None,
     weights: Weights | None = None,
+    mtp: bool = False,
 ) -> tuple[LanguageModel, Tokenizer, dict[str, Any]]: ...
 def load(
     path_or_hf_repo: str | Path | None = None,
@@ -67,6 +69,7 @@ def load(
     *,
     path_or_name: str | Path | None = None,
     weights: Weights | None = None,
+    mtp: bool = False,
 ) -> tuple[LanguageModel, Tokenizer] | tuple[LanguageModel, Tokenizer, dict[str, Any]]:
     """Load a model and its tokenizer. The arguments are mlx-lm's.
 
@@ -83,6 +86,8 @@ def load(
         path_or_name: another name for ``path_or_hf_repo``.
         weights: how a CPU stores quantized matrices: "packed", or "float32", which takes more memory and less
             time; default: the latter if the floats take at most half of the memory.
+        mtp: also load the model's head for multi-token prediction, which ``draft="mtp"`` uses. Caches then
+            have a layer for it.
 
     Returns:
         The model, a decoder of kvant's own, or a bridged one if only mlx-lm has the architecture; a tokenizer
@@ -126,7 +131,7 @@ def load(
     if lazy:
         warnings.warn("lazy is True; every weight is read at load, one layer after the other", stacklevel=2)
     folder = find_model(name, revision)
-    model, tokenizer = load_folder(folder, adapter_path=adapter_path, weights=weights)
+    model, tokenizer = load_folder(folder, adapter_path=adapter_path, weights=weights, mtp=mtp)
     if (template := settings.get("chat_template")) is not None:
         tokenizer.chat_template = template
     if (token := settings.get("eos_token")) is not None:
@@ -157,16 +162,20 @@ def load_folder(
     process: TextProcess | None = None,
     load_weights: LoadModel | None = None,
     weights: Weights | None = None,
+    mtp: bool = False,
 ) -> tuple[LanguageModel, Tokenizer]:
-    """Load from a folder, with this process for the tokenizer and ``load_weights`` as :func:`load_model`."""
+    """Load from a folder, with this process for the tokenizer and ``load_weights`` as :func:`load_model`.
+
+    ``mtp``: also load the model's head for drafts.
+    """
     adapter = None if adapter_path is None else find_adapter(adapter_path)
     try:
         tokenizer = begin_loading(folder, process or TextProcess())
-        identity = identify(folder, adapter)
+        identity = identify(folder, adapter, head=mtp)
     except ModelError:
         check_model(folder)  # an error of the model itself comes first
         raise
-    model = (load_weights or partial(load_model, weights=weights))(folder, progress, adapter)
+    model = (load_weights or partial(load_model, weights=weights, mtp=mtp))(folder, progress, adapter)
     model.identity = identity
     loaded = tokenizer()
     loaded.eos_token_ids = {*loaded.eos_token_ids, *model.config.eos_token_ids}
@@ -179,20 +188,22 @@ def load_model(
     adapter: Path | None = None,
     *,
     weights: Weights | None = None,
+    mtp: bool = False,
 ) -> LanguageModel:
     """Load a decoder if kvant has the architecture; otherwise load a bridged model, without an adapter.
 
     ``weights``: how a CPU stores quantized matrices; None: as floats if these take at most half the memory.
+    ``mtp``: also load the head for drafts.
     """
     if not is_bridged_folder(folder):
         if weights is None:
             weights = default_weights(folder)
-        return load_decoder(folder, progress, adapter, unpack=weights == "float32")
+        return load_decoder(folder, progress, adapter, unpack=weights == "float32", head=mtp)
     if weights == "float32":
         raise ModelError(f"{folder}: mlx-lm's class computes this model, with its weights as they are stored")
     from kvant.bridge.folder import load_bridged  # not for a decoder: it imports mlx-lm
 
-    return load_bridged(folder, progress, adapter)
+    return load_bridged(folder, progress, adapter, head=mtp)
 
 
 def default_weights(folder: Path) -> Weights:

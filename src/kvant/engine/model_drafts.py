@@ -14,7 +14,8 @@ from kvant.cache import ModelCache
 from kvant.cache.options import DEFAULT_KV_GROUP_SIZE, DEFAULT_OPTIONS, CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool, PoolSequence
-from kvant.engine.drafts import MOST, Drafter, Drafts, drafts_of
+from kvant.engine.drafts import MOST, Drafter, Drafts
+from kvant.engine.head_drafts import drafts_of
 from kvant.engine.request import CHUNK
 from kvant.errors import ArgumentError, ContextError, ModelError, one_line
 from kvant.models import LanguageModel
@@ -96,7 +97,7 @@ class PooledDrafts(Drafts):
         tokens = pool.max_seq_len if pool.single else pool.num_pages * pool.page_size
         return f"{tokens} tokens reserved, {format_bytes(pool.nbytes)}"
 
-    def for_answer(self, salt: bytes, tokens: int) -> "ModelDrafter":
+    def for_answer(self, salt: bytes, tokens: int, sequence: PoolSequence | None = None) -> "ModelDrafter":
         made = ModelDrafter(self, salt, min(tokens, self.pool.max_seq_len))
         self.drafters.append(made)
         return made
@@ -242,8 +243,8 @@ def asked_drafts(
     """Return the drafts for these arguments, or ``draft`` itself if it was made before; None: no drafts."""
     if isinstance(draft, Drafts | ModelDrafts):
         return draft
-    source = drafts_of(draft)
-    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None)
+    check_draft_tokens(num_draft_tokens, has_model=draft_model is not None or draft == "mtp")
+    source = drafts_of(draft, model, num_draft_tokens)
     if draft_model is None:
         return source
     if source is not None:
@@ -269,8 +270,8 @@ def check_drafts(drafts: Drafts | ModelDrafts | None, pool: Pool, *, determinist
         raise ArgumentError(
             name, f"{value}; a step of more tokens rounds differently: it is refused with", "deterministic"
         )
-    if pool.divided and name == "draft_model":
-        raise ArgumentError(name, f"{value}; several ranks draft from prompt and answer alone")
+    if pool.divided and value != Drafts.asked[1]:
+        raise ArgumentError(name, f"{value}; several ranks draft only from prompt and answer")
     if not (pool.takes_back or pool.single):
         raise ArgumentError(
             name, f"{value}; drafts for several sequences need a model that kvant computes without mlx-lm"

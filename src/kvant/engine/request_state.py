@@ -260,7 +260,9 @@ class RequestState(PromptState):
                 for token in self.request.begun:
                     answer.matcher.take(token)
             if self.request.drafts is not None:
-                answer.drafting = Drafting(self.request.drafts, self.request.salt, self.reserved)
+                answer.drafting = Drafting(
+                    self.request.drafts, self.request.salt, self.reserved, answer.sequence
+                )
             answers.append(answer)
         for sequence in self.sequences[len(answers) :]:  # of answers cancelled since
             sequence.release()

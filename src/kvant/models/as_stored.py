@@ -8,18 +8,20 @@ from pathlib import Path
 
 from kvant.errors import CheckpointError
 from kvant.models.config import ModelConfig
+from kvant.models.mtp import with_head
 from kvant.models.quantization import Quantization, format_of_shapes
-from kvant.models.tensors import TensorFiles
+from kvant.models.tensors import TensorFiles, tensor_files
 
 PARTS = ("weight", "scales", "biases")  # the tensors that a matrix may have, quantized or not
 
 
-def open_folder(folder: Path) -> tuple[ModelConfig, TensorFiles]:
+def open_folder(folder: Path, *, head: bool = False) -> tuple[ModelConfig, TensorFiles]:
     """The config and the tensors of a model folder, as :func:`as_stored`; whether they fit is not checked
-    yet.
+    yet. ``head``: with the head for drafts.
     """
-    config, tensors = ModelConfig.from_folder(folder), TensorFiles(folder)
-    return as_stored(config, tensors), tensors
+    config = ModelConfig.from_folder(folder)
+    tensors = TensorFiles(folder, tensor_files(folder, head=True) if head else None)
+    return as_stored(with_head(config, tensors) if head else config, tensors), tensors
 
 
 def as_stored(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
@@ -99,12 +101,14 @@ def warn_of_head(name: str) -> None:
 
 def _with_formats(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
     """Give each quantized matrix that config.json does not name the format that its shapes tell, as mlx-lm
-    does.
+    does. A head may be quantized beside a model that is not.
     """
+    matrices = config.matrices()
     if config.quantization is None:
-        return config
+        head = config.head_paths
+        matrices = {path: size for path, size in matrices.items() if path in head}
     formats = dict(config.quantization_overrides)
-    for path, size in config.matrices().items():
+    for path, size in matrices.items():
         said, stored = config.quantization_of(path), _stored_format(tensors, path, size[-1])
         if stored is None or stored == said:
             continue

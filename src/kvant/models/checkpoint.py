@@ -7,11 +7,12 @@ import mlx.core as mx
 
 from kvant.errors import CheckpointError
 from kvant.models.adapter import Adapter
-from kvant.models.architectures.table import ExpertSettings, Parameter
+from kvant.models.architectures.table import HEAD, HEAD_PREFIX, ExpertSettings, Parameter
 from kvant.models.as_stored import PARTS, open_folder
 from kvant.models.bias import divide_bias
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts
+from kvant.models.headed import HeadedDecoder
 from kvant.models.key_norms import balance_norms
 from kvant.models.matrix import (
     AdaptedMatrix,
@@ -25,6 +26,7 @@ from kvant.models.matrix import (
     quantized_matrix,
 )
 from kvant.models.mlp import MLP, Experts
+from kvant.models.mtp import Head
 from kvant.models.share import Share, TensorSelection, divides_inputs, everything, local_config
 from kvant.models.stacking import joined_part, stored_otherwise, take_stacked
 from kvant.models.tensors import DTYPES, FLOATS, Expected, TensorFiles
@@ -37,7 +39,12 @@ Progress = Callable[[int, int], None]
 
 
 def load_decoder(
-    folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, unpack: bool = False
+    folder: Path,
+    progress: Progress | None = None,
+    adapter: Path | None = None,
+    *,
+    unpack: bool = False,
+    head: bool = False,
 ) -> Decoder:
     """Load a model folder: config.json and model.safetensors, or shards, which an index names or their own
     names.
@@ -52,8 +59,10 @@ def load_decoder(
             matrices as they are loaded. Quantized matrices keep their bits, and its low rank stays beside
             them.
         unpack: hold quantized matrices, but those of experts, as the floats that their numbers stand for.
+        head: load the head for drafts too.
     """
-    return Decoder(load_part(folder, progress=progress, adapter=adapter, unpack=unpack))
+    parts = load_part(folder, progress=progress, adapter=adapter, unpack=unpack, with_head=head)
+    return Decoder(parts) if parts.head is None else HeadedDecoder(parts, parts.head)
 
 
 def load_part(
@@ -67,6 +76,7 @@ def load_part(
     progress: Progress | None = None,
     adapter: Path | None = None,
     unpack: bool = False,
+    with_head: bool = False,
 ) -> DecoderParts:
     """Load what one rank has of a model folder, as :func:`load_decoder`; nothing else of it is read.
 
@@ -78,9 +88,10 @@ def load_part(
             adapter.
         progress: counts the rank's layers.
         unpack: as of :func:`load_decoder`.
+        with_head: load the head for drafts; only of all layers.
     """
     check_process()
-    config, tensors = check_folder(folder, whole=False)
+    config, tensors = check_folder(folder, whole=False, head=with_head)
     whole = everything(config)
     wanted = TensorSelection(
         share=whole.share if share is None else share,
@@ -99,13 +110,13 @@ def load_part(
     return parts
 
 
-def check_folder(folder: Path, *, whole: bool = True) -> tuple[ModelConfig, TensorFiles]:
+def check_folder(folder: Path, *, whole: bool = True, head: bool = False) -> tuple[ModelConfig, TensorFiles]:
     """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been
     read.
 
-    ``whole``: this machine is to have memory for all of it.
+    ``whole``: this machine is to have memory for all of it. ``head``: with the head for drafts.
     """
-    config, tensors = open_folder(folder)
+    config, tensors = open_folder(folder, head=head)
     tensors.check(expected_tensors(config, tensors))
     if whole:
         tensors.check_memory(tensors.nbytes)
@@ -120,7 +131,9 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
     head = config.architecture.head.path
     tied = {f"{head}.{part}" for part in PARTS} if config.tie_word_embeddings else set()
     extra = sorted(
-        name for name in tensors.names - expected.keys() - tied if not name.endswith(IGNORED_SUFFIXES)
+        name
+        for name in tensors.names - expected.keys() - tied
+        if not name.endswith(IGNORED_SUFFIXES) and (config.has_head or not name.startswith(HEAD_PREFIX))
     )
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
@@ -229,6 +242,7 @@ class _Builder:
             lm_head=lm_head,
             bytes_read=self.tensors.bytes_read,
             slices=(wanted.layers, range(*wanted.share.keys)),
+            head=self._head(layers[-1]) if self.config.has_head else None,
         )
 
     def check_formats(self) -> None:
@@ -268,6 +282,19 @@ class _Builder:
             norms=norms,
             rms_norm_eps=config.rms_norm_eps,
         )
+
+    def _head(self, block: Block) -> Head:
+        projection, hidden_norm, token_norm, final_norm = HEAD
+        made = Head(
+            input_proj=Linear(self._matrices("", [projection])),
+            hidden_norm=self._norm("", hidden_norm),
+            token_norm=self._norm("", token_norm),
+            final_norm=self._norm("", final_norm),
+            block=block,
+            rms_norm_eps=self.config.rms_norm_eps,
+        )
+        mx.eval(made.arrays)
+        return made
 
     def _mlp(self, path: str, settings: ExpertSettings | None) -> MLP | Experts:
         if settings is None:

@@ -9,7 +9,7 @@ from kvant.errors import ModelError
 from kvant.fields import check_lengths, flag, number, shown, size, strings, token_ids
 from kvant.files import read_json, read_optional, refuse_code
 from kvant.models.architectures import ARCHITECTURES
-from kvant.models.architectures.table import Architecture, ExpertSettings, Parameter
+from kvant.models.architectures.table import HEAD, Architecture, ExpertSettings, Parameter
 from kvant.models.quantization import Quantization, read_quantization
 from kvant.models.rope import Rope, read_rope
 
@@ -48,6 +48,7 @@ class ModelConfig:
     # module path -> its own quantization, or None if it was left in floating point
     quantization_overrides: Mapping[str, Quantization | None] = field(default_factory=dict)
     experts: ExpertSettings | None = None  # of its layers; None: the model is dense
+    has_head: bool = False  # the last of its layers is that of a head for drafts
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -129,6 +130,7 @@ class ModelConfig:
         """The shape of a parameter of the architecture, with this model's sizes."""
         sizes = {
             "hidden": self.hidden_size,
+            "hidden_twice": 2 * self.hidden_size,
             "inner": self.intermediate_size,
             "queries": self.num_attention_heads * self.head_dim,
             "keys": self.num_key_value_heads * self.head_dim,
@@ -148,6 +150,8 @@ class ModelConfig:
         for layer in range(self.num_hidden_layers):
             prefix = table.layers.format(layer)
             yield from ((prefix + row.path, layer, row) for row in table.of_layer(self.has_experts(layer)))
+        if self.has_head:
+            yield from ((row.path, self.num_hidden_layers - 1, row) for row in HEAD)
         yield table.final_norm.path, None, table.final_norm
         yield table.head.path, None, table.head
 
@@ -159,6 +163,14 @@ class ModelConfig:
         """
         shapes = ((path, self.shape(row)) for path, _, row in self.parameters())
         return {path: shape for path, shape in shapes if len(shape) > 1}
+
+    @property
+    def head_paths(self) -> frozenset[str]:
+        """The module paths of the head for drafts; empty: there is none."""
+        last = self.num_hidden_layers - 1
+        if not self.has_head:
+            return frozenset()
+        return frozenset(path for path, layer, _ in self.parameters() if layer == last)
 
     def quantization_of(self, path: str) -> Quantization | None:
         """The quantization of the module at ``path``, such as ``model.layers.0.mlp.up_proj``; None:

@@ -19,6 +19,7 @@ from kvant.models.config import ModelConfig
 from kvant.models.inputs import Cached, Offset, check_offset, check_shape
 from kvant.models.matrix import Linear, Matrix
 from kvant.models.mlp import MLP, Experts
+from kvant.models.mtp import Head
 from kvant.operators.attention import attend_tokens
 from kvant.operators.key_transform import PLAIN
 from kvant.operators.masks import window_mask
@@ -97,6 +98,12 @@ class Block:
         fed = self._summed(self.mlp(self._norm(x, "before_mlp")))
         return x + self._norm(fed, "after_mlp")
 
+    def append(self, x: mx.array, rotate: Rotate, cache: AttentionCache) -> None:
+        """Write the keys and values of (B, S, hidden) to the cache. The layer's output is not computed, or on
+        a CPU that attends at once only that of its attention.
+        """
+        self.self_attn(self._norm(x, "before_attention"), rotate, cache)
+
     def _summed(self, part: mx.array) -> mx.array:
         """What is added to the stream, of attention or MLP; a rank's part of a layer gives an addend of
         it.
@@ -138,6 +145,7 @@ class DecoderParts:
     lm_head: Matrix | None  # None: tied to the embedding, or another rank's
     bytes_read: int  # of the model's tensors
     slices: tuple[range, range]  # numbers of the layers and of the key and value heads in the whole model
+    head: Head | None = None  # for drafts; its layer is the last one
 
 
 class Decoder(CachedModel):

@@ -15,9 +15,9 @@ from kvant.models.tensors import tensor_files
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
-def identify(folder: Path, adapter: Path | None = None) -> Identity:
+def identify(folder: Path, adapter: Path | None = None, *, head: bool = False) -> Identity:
     """Return the identity of a model folder: its config.json, tokenizer.json and weights, and an adapter's
-    files.
+    files. ``head``: with the head for drafts.
 
     Call it before the weights are loaded. They are hashed when the model's digest is first read, unless
     :mod:`kvant.digests` remembers them; that raises a CheckpointError if a file was changed since this call.
@@ -25,7 +25,7 @@ def identify(folder: Path, adapter: Path | None = None) -> Identity:
     Raises:
         ModelError: tokenizer.json or the index of the weights cannot be read.
     """
-    files = [folder / "config.json", *tensor_files(folder)]
+    files = [folder / "config.json", *tensor_files(folder, head=head)]
     if adapter is not None:
         files += [adapter / CONFIG_FILE, adapter / TENSORS_FILE]
     states = {path: state_of(path) for path in files}

@@ -19,6 +19,7 @@ from kvant.tensor_header import BITS, Tensor, read_header
 FLOATS = ("F32", "F16", "BF16")
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+HEAD_FILE = "mtp.safetensors"  # of a head for drafts, if it is in no file of the model's
 SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 COMPARED_BYTES = (
     2**17
@@ -202,9 +203,10 @@ class TensorFiles:
         return self._tensors[name][1]
 
 
-def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder's model."""
-    return _shards(folder)[0]
+def tensor_files(folder: Path, *, head: bool = False) -> list[Path]:
+    """The safetensors files of a folder's model; ``head``: with one that has the head for drafts alone."""
+    beside = folder / HEAD_FILE
+    return [*_shards(folder)[0], *([beside] if head and os.path.lexists(beside) else [])]
 
 
 def _runs(tensor: Tensor, part: Part) -> Iterator[tuple[int, int]]:

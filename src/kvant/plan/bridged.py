@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class BridgedCheckpoint:
             return made
 
         self.config = config
+        self.has_head = False  # whether the last of its caches is that of the head for drafts
         self.shard: Shard | None = None  # of one rank; None: the whole model
         self._raw = raw
         self._layers: range | None = None
@@ -59,18 +60,21 @@ class BridgedCheckpoint:
         self.described = describe_formats(raw) or "{} bits"
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "BridgedCheckpoint":
-        """Make it from a model folder's config.json and tensor headers."""
+    def from_folder(cls, folder: Path, *, head: bool = False) -> "BridgedCheckpoint":
+        """Make it from a model folder's config.json and tensor headers.
+
+        ``head``: include the head for drafts.
+        """
         from kvant.bridge.config import read_folder
         from kvant.bridge.folder import check_bridged
 
-        module, config = check_bridged(folder, whole=False)  # the plan itself decides whether it fits
+        # the plan itself decides whether it fits
+        check = partial(check_bridged, folder, whole=False, head=head)
+        module, config = check()
         ready = [module]
-        return cls(
-            read_folder(folder),
-            config,
-            lambda: ready.pop() if ready else check_bridged(folder, whole=False)[0],
-        )
+        made = cls(read_folder(folder), config, lambda: ready.pop() if ready else check()[0])
+        made.has_head = head
+        return made
 
     @classmethod
     def from_facts(cls, raw: Mapping[str, Any]) -> "BridgedCheckpoint":
@@ -244,11 +248,14 @@ def _widest_layer(module: "Module", experts_used: int | None) -> int:
     return max((outputs(arrays) for layer, arrays in by_layer(module).items() if layer), default=0)
 
 
-def read_folder(folder: Path) -> Checkpoint | BridgedCheckpoint:
-    """Read a model folder's facts, without reading tensors; raise a ModelError if it is not supported."""
+def read_folder(folder: Path, *, head: bool = False) -> Checkpoint | BridgedCheckpoint:
+    """Read a model folder's facts, without reading tensors; raise a ModelError if it is not supported.
+
+    ``head``: include the head for drafts.
+    """
     if is_bridged(read_json(folder / "config.json")):
-        return BridgedCheckpoint.from_folder(folder)
-    return Checkpoint.from_folder(folder)
+        return BridgedCheckpoint.from_folder(folder, head=head)
+    return Checkpoint.from_folder(folder, head=head)
 
 
 def read_facts(raw: Mapping[str, Any], file_bytes: int | None = None) -> Checkpoint | BridgedCheckpoint:

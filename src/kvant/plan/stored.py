@@ -14,9 +14,10 @@ from kvant.models.adapter import tensors_file
 from kvant.models.architectures.table import Parameter
 from kvant.models.as_stored import as_stored
 from kvant.models.config import ModelConfig
+from kvant.models.mtp import with_head
 from kvant.models.quantization import Quantization
 from kvant.models.share import Share, divides_inputs, local_config
-from kvant.models.tensors import TensorFiles
+from kvant.models.tensors import TensorFiles, tensor_files
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # With fused quantized matrices, at most three, an adapter's factors have zeros for the other matrices.
@@ -94,15 +95,20 @@ class Checkpoint:
         return min(possible, key=lambda checkpoint: abs(checkpoint.stored_bytes - file_bytes))
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "Checkpoint":
+    def from_folder(cls, folder: Path, *, head: bool = False) -> "Checkpoint":
+        """``head``: with the head for drafts."""
         raw = read_json(folder / "config.json")
         try:
             try:
-                tensors = TensorFiles(folder)
-            except CheckpointError:  # incomplete: the files so far may still show which floats they have
+                tensors = TensorFiles(folder, tensor_files(folder, head=True) if head else None)
+            except CheckpointError:
+                if head:
+                    raise
+                # incomplete: the files so far may still show which floats they have
                 file_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors")) or None
                 return cls.from_facts(raw, file_bytes)
-            config = as_stored(ModelConfig.from_dict(raw), tensors)
+            config = ModelConfig.from_dict(raw)
+            config = as_stored(with_head(config, tensors) if head else config, tensors)
             made = cls.from_facts({**raw, "tie_word_embeddings": config.tie_word_embeddings}, tensors.nbytes)
             return replace(made, config=config)
         except ModelError as error:
@@ -162,6 +168,11 @@ class Checkpoint:
     def layer_kind(self, layer: int) -> tuple[int | None, bool]:
         """Return the layer's window and whether it has experts, which decide the bytes of a run."""
         return self.config.windows[layer], self.config.has_experts(layer)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the head for drafts is among its layers."""
+        return self.config.has_head
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,8 @@ import mlx.core as mx
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine, Deliver
-from kvant.engine.drafts import Drafts, ServedSource, drafts_of
+from kvant.engine.drafts import Drafts, ServedSource
+from kvant.engine.head_drafts import HeadDrafts, drafts_of
 from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
@@ -45,7 +46,7 @@ class Service:
         pool: Pool,
         metrics: Metrics,
         planned: Mapping[str, int] | None = None,
-        drafts: PooledDrafts | None = None,
+        drafts: PooledDrafts | HeadDrafts | None = None,
     ) -> None:
         """Start the engine on a pool.
 
@@ -59,7 +60,7 @@ class Service:
         """
         if settings.draft == "model" and drafts is None:
             raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
-        self.drafts = drafts  # of a draft model; None: there is none
+        self.drafts = drafts  # of a draft model, or of the model's head; None: there is neither
         folder = find_model(settings.model)
         self.settings = settings
         self.model = model
@@ -95,11 +96,12 @@ class Service:
         holds.
         """
         source = asked or self.settings.draft
-        if source != "model":
-            return drafts_of(source)
-        if self.drafts is None:
-            expected = "expected 'none' or 'prompt': this server was started without --draft-model"
-            raise ApiError(f"draft is 'model'; {expected}", param="draft")
+        if source in ("none", "prompt"):
+            return drafts_of(source, self.model)
+        kind, flag = (HeadDrafts, "--draft mtp") if source == "mtp" else (PooledDrafts, "--draft-model")
+        if not isinstance(self.drafts, kind):
+            expected = f"expected 'none' or 'prompt': this server was started without {flag}"
+            raise ApiError(f"draft is {source!r}; {expected}", param="draft")
         return self.drafts
 
     @cached_property

@@ -54,6 +54,15 @@ NORMS_BEFORE = (
     Parameter("post_attention_layernorm", "before_mlp", ("hidden",)),
 )
 
+# Beside the layer of a head for drafts, as MiMo's checkpoints have it.
+HEAD_PREFIX = "model.mtp_layers.0."
+HEAD = (
+    Parameter(f"{HEAD_PREFIX}input_proj", "head_input", ("hidden", "hidden_twice")),
+    Parameter(f"{HEAD_PREFIX}hidden_layernorm", "head_hidden_norm", ("hidden",)),
+    Parameter(f"{HEAD_PREFIX}token_layernorm", "head_token_norm", ("hidden",)),
+    Parameter(f"{HEAD_PREFIX}final_layernorm", "head_final_norm", ("hidden",)),
+)
+
 
 def sliding(window: int, types: Sequence[str]) -> tuple[int | None, ...]:
     """Return the window of each layer from config.json's ``layer_types``."""

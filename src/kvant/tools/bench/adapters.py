@@ -17,7 +17,8 @@ from kvant.cache.kv_format import PMX
 from kvant.cache.options import CacheOptions
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.engine.cache_scheduler import CacheScheduler
-from kvant.engine.drafts import DraftCounts, Drafts, drafts_of
+from kvant.engine.drafts import DraftCounts, Drafts
+from kvant.engine.head_drafts import drafts_of
 from kvant.engine.load import load_model
 from kvant.engine.model_drafts import ModelDrafts
 from kvant.engine.request import Request, Token
@@ -44,7 +45,7 @@ class Kvant:
     def __init__(self, spec: EngineSpec, folder: Path, prefill_step_size: int) -> None:
         """Load the model; raise a KvantError if the folder cannot be loaded."""
         identity = None if spec.kv_format in (None, PMX) else identify(folder)
-        self._model = load_model(folder)
+        self._model = load_model(folder, mtp=spec.draft == "mtp")
         self._draft_model = None if spec.draft_model is None else load_model(Path(spec.draft_model))
         drafting = 0 if self._draft_model is None else self._draft_model.nbytes
         self.dtype = str(self._model.dtype).removeprefix("mlx.core.")  # the activations' dtype
@@ -71,7 +72,7 @@ class Kvant:
         cache = self._cache = self._model.reserve_cache(len(prompt) + max_tokens, self._cache_options)
         drafts: Drafts | ModelDrafts | None
         if self._draft_model is None:
-            drafts = drafts_of(self._spec.draft)
+            drafts = drafts_of(self._spec.draft, self._model, self._spec.num_draft_tokens)
         else:
             drafts = ModelDrafts(model=self._draft_model, num_draft_tokens=self._spec.num_draft_tokens)
         scheduler = CacheScheduler(self._model, cache, prefill_step_size=self._prefill_step_size)

@@ -36,9 +36,9 @@ class EngineSpec:
     server_model: str | None = None  # the model's name on the server
     one_by_one: bool = False  # kvant serves requests one after another instead of together
     title: str = "server"  # a server's label
-    draft: str = "none"  # where kvant's drafts come from: "prompt" or "model"
+    draft: str = "none"  # where kvant's drafts come from: "prompt", "mtp" or "model"
     draft_model: str | None = None  # the draft model's folder
-    num_draft_tokens: int | None = None  # drafted tokens per step
+    num_draft_tokens: int | None = None  # tokens per step, drafted by a model or its own head
     kv_format: str | None = None  # kvant's: a tuned format's file, which replaces bits and group, or "pmx"
 
     @property
