@@ -196,7 +196,12 @@ def test_bytes_that_are_no_http(pocket: Any) -> None:
             <= statuses
             <= {b"200", b"400", b"403", b"404", b"405", b"408"}
         )
-        assert server.client.get("/health").json() == {"status": "ok", "waiting": 0, "running": 0, "loaded": ["pocket"]}
+        assert server.client.get("/health").json() == {
+            "status": "ok",
+            "waiting": 0,
+            "running": 0,
+            "loaded": ["pocket"],
+        }
         assert server.registry.active == 0
 
 

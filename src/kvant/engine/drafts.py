@@ -237,7 +237,7 @@ class Drafting:
     """The drafting of one answer: the source of drafts, and the drafter's progress in its tokens."""
 
     def __init__(self, source: Drafts, salt: bytes, tokens: int, sequence: PoolSequence) -> None:
-        """Make it for an answer of at most ``tokens`` tokens, in its sequence, to a request with this salt."""
+        """Make it for an answer of at most ``tokens`` tokens in a sequence, to a request with this salt."""
         self.source = source
         self.drafter = source.for_answer(salt, tokens, sequence)
         self._num_read = 0
