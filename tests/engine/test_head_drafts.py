@@ -167,7 +167,7 @@ def test_what_a_checkpoint_lacks_is_named(pocket_folder: Path, tmp_path: Path) -
     model, _ = kvant.load(write_head("mimo", tmp_path / "head", tokenizer=True), mtp=True)
     pool = model.make_pool(256, sequences=2, options=CacheOptions(kv_bits=0))
     drafts = HeadDrafts.of(model).for_pool(pool)
-    with pytest.raises(ArgumentError, match="draft is 'mtp'; side by side"):
+    with pytest.raises(ArgumentError, match="draft is 'mtp'; drafts for several sequences"):
         Scheduler(model, pool, max_batch=2).submit(Request([5], drafts=drafts))
 
 
