@@ -203,6 +203,19 @@ def test_a_client_that_leaves_while_its_model_loads(folders: dict[str, Path]) ->
         assert gate.count == 1
 
 
+def test_nothing_is_unloaded_for_a_client_that_left(folders: dict[str, Path]) -> None:
+    with _serving(_model(POCKET), _model(folders["native"]), stay_s=1.0) as server:
+        wanted = server.registry.models[1]
+        body = json.dumps({"model": "native", "prompt": "Once", "max_tokens": 1}).encode()
+        head = f"POST {COMPLETIONS.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        with server.connect() as connection:
+            connection.sendall(head.encode() + body)
+            wait(lambda: wanted.loading is not None)
+        wait(lambda: wanted.loading is None)
+        assert _states(server) == {"pocket": "loaded", "native": "not loaded"}
+        assert _loads(server, "native") == 0
+
+
 def test_a_busy_model_is_not_unloaded() -> None:
     with _serving(_model(POCKET), _model(POCKET, aliases=("other",))) as server:
         server.registry.models[1].names = ("second",)
@@ -289,8 +302,14 @@ def test_unloading_keeps_the_disk_cache(folders: dict[str, Path], tmp_path: Path
         for _ in range(2):
             cached.append(counts_of(server.client.post(CHAT.path, json=body).json()["usage"])[1])
             assert _ask(server, "native").status_code == 200  # it takes the room of the first
+        server.registry.models[1].is_stopping = True
+        assert _ask(server, "native").status_code == 200
+        wait(lambda: not server.registry.loaded)
+        metrics = server.client.get("/metrics").text
     assert cached[0] == 0
     assert cached[1] >= 128
+    assert "kvant_disk_cache_hits_total 0.0" not in metrics  # counters stay when no model is loaded
+    assert "kvant_disk_cache_hits_total" in metrics
     disk.close()
 
 
@@ -319,6 +338,30 @@ def test_models_are_unloaded_by_hand(folders: dict[str, Path]) -> None:
         assert _ask(server, "pocket").status_code == 200
 
 
+def _unload(server: Running, model: str) -> list[dict[str, Any]]:
+    headers = {"authorization": f"Bearer {server.registry.settings.control_token}"}
+    return list(server.client.post(CONTROL, json={"model": model}, headers=headers).json()["models"])
+
+
+def test_unloading_waits_briefly_for_a_load(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models are unloaded between loads; whoever asks for it is answered while another model loads."""
+    monkeypatch.setattr("kvant.server.registry.STOP_S", 0.1)
+    slow = _model(folders["native"])
+    gate = _Gate(slow)
+    with _serving(_model(POCKET), slow, room=2) as server, ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(_ask, server, "native")
+        wait(lambda: gate.count)
+        assert _unload(server, "pocket") == [{"name": "pocket", "unloaded": False, "requests": 0}]
+        assert _unload(server, "native") == [{"name": "native", "unloaded": False, "requests": 1}]
+        gate.open.set()
+        assert answer.result(SOON).status_code == 200
+        wait(lambda: _states(server) == {"pocket": "not loaded", "native": "not loaded"})
+        assert _ask(server, "native").status_code == 200
+        assert _states(server)["native"] == "loaded"
+
+
 @pytest.mark.parametrize("token", ["-", "wrong", "sk-client"])
 def test_only_the_servers_user_unloads(token: str) -> None:
     with _serving(_model(POCKET), api_keys=("sk-client",)) as server:
@@ -345,6 +388,15 @@ def test_a_name_is_no_path(folders: dict[str, Path], name: str, monkeypatch: pyt
 def test_the_end_while_a_model_loads(folders: dict[str, Path]) -> None:
     slow = _model(folders["native"])
     gate = _Gate(slow)
+    plain = slow.load
+    closed = []
+
+    def load(metrics: Any) -> Any:
+        service = plain(metrics)
+        service.tokenizer.close = lambda: closed.append(True)
+        return service
+
+    slow.load = load
     with _serving(_model(POCKET), slow, room=2) as server, ThreadPoolExecutor(1) as threads:
         answer = threads.submit(_ask, server, "native")
         wait(lambda: slow.users == 1)
@@ -352,6 +404,7 @@ def test_the_end_while_a_model_loads(folders: dict[str, Path]) -> None:
         gate.open.set()
         assert answer.result(SOON).status_code == 503
         assert slow.service is None
+        assert closed == [True]
 
 
 def test_bytes_of_all_models(folders: dict[str, Path]) -> None:

@@ -1,5 +1,7 @@
 """What ``kvant ps`` and ``kvant stop`` ask of a server; only its user knows the token that they send."""
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -25,17 +27,18 @@ async def list_models(request: Request) -> Response:
 async def unload(request: Request) -> Response:
     """POST /control/unload: unload one model or all, at once or when their requests have ended.
 
-    The answer has the models that were loaded, each with whether it is unloaded now.
+    The answer has the models that were loaded or loading, each with whether it is unloaded now.
     """
     registry: Registry = request.app.state.registry
     async with await BodyReader.of(request) as reader:
         body = await reader.decode(UnloadBody)
     chosen = registry.models if body.model is None else [registry.find(body.model)]
-    loaded = [model for model in chosen if model.service is not None]
-    records = []
-    for model in loaded:
-        is_unloaded = await registry.unload(model)
-        records.append({"name": model.name, "unloaded": is_unloaded, "requests": model.users})
+    chosen = [model for model in chosen if model.service is not None or model.loading is not None]
+    ended = await asyncio.gather(*(registry.unload(model) for model in chosen))
+    records = [
+        {"name": model.name, "unloaded": is_unloaded, "requests": model.users}
+        for model, is_unloaded in zip(chosen, ended, strict=True)
+    ]
     return JSONResponse({"models": records})
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from kvant.cache.disk import DiskCache
 from kvant.engine.drafts import DraftCounts
 from kvant.errors import one_line
 from kvant.machine import bound_memory, free_memory
@@ -28,6 +29,7 @@ DEFAULT_CONTEXT = 4096  # tokens, until the model is loaded
 RETRY_S = 5  # what a client is told to wait if there is no room for its model
 models_logger = logging.getLogger("kvant.server.models")  # a line for each load
 FLUSH_S = 5.0  # that unloading waits for the disk cache to be written
+STOP_S = 5.0  # that whoever unloads a model by hand waits: less than `kvant stop` waits for its answer
 ENDING = "the server is ending; it takes no further requests"
 
 
@@ -112,6 +114,7 @@ class Registry:
         self.started = time.time()
         self.metrics = Metrics(self.snapshot)
         self._drafts = DraftCounts()  # of models that are no longer loaded
+        self._disk: DiskCache | None = None  # of all models; its counters go on while none is loaded
         self._lock = asyncio.Lock()  # held to load or unload a model
         self._tasks: set[asyncio.Task[None]] = set()  # that unload; asyncio itself keeps no reference
 
@@ -133,7 +136,8 @@ class Registry:
     def snapshot(self) -> Snapshot:
         """Return what all loaded models do and hold now; any thread may ask."""
         models = {model.name: model.service is not None for model in self.models}
-        return total([service.snapshot() for service in self.loaded], self._drafts, models)
+        disk = None if self._disk is None else self._disk.counts
+        return total([service.snapshot() for service in self.loaded], self._drafts, disk, models)
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model that a request names; the first one if it names none.
@@ -189,18 +193,21 @@ class Registry:
         return service
 
     async def unload(self, model: ServedModel) -> bool:
-        """Unload a model, at once or when its requests have ended. Return whether it is unloaded now."""
-        model.is_stopping = model.service is not None
-        await self._unload_idle(model)
-        return model.service is None
+        """Unload a model that is loaded or loading, at once or when its requests and other loads have ended.
+
+        Return whether it is unloaded now; this takes ``STOP_S`` seconds at most.
+        """
+        model.is_stopping = model.service is not None or model.loading is not None
+        await asyncio.wait([self._begin_unloading(model)], timeout=STOP_S)
+        return not model.is_stopping
 
     def close(self, timeout: float | None = 10.0) -> None:
         """End all services and what is under way."""
         self.draining = True
         for service in self.loaded:
             service.close(timeout)
-            if service.pool.disk is not None:
-                service.pool.disk.disk.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def describe(self, model: ServedModel) -> dict[str, Any]:
         """Return a model's state as JSON."""
@@ -241,6 +248,8 @@ class Registry:
         try:
             async with self._lock:
                 await self._make_room(model)
+                if not model.users:  # every client has left
+                    return
                 self._bound_memory(model)
                 models_logger.info("loading %s", model.name)
                 service = await self._try_loading(model)
@@ -251,13 +260,17 @@ class Registry:
                     model.failure = time.monotonic(), message
                     raise self._unavailable(message)
                 if self.draining:  # since it began to load
-                    await asyncio.to_thread(service.close)
+                    services = [service]
+                    del service
+                    await asyncio.to_thread(_end, services)
                     raise ApiError(ENDING, status=503)
                 self._has_loaded(model, service)
                 self._schedule(model)
                 models_logger.info("loaded %s, %s", model.name, format_bytes(model.planned_bytes))
         finally:
             model.loading = None
+            if model.service is None:
+                model.is_stopping = False
 
     async def _try_loading(self, model: ServedModel) -> Service | None:
         """Load a model in a thread; None if that fails. The error, which holds what was read, goes."""
@@ -271,19 +284,21 @@ class Registry:
         model.service = service
         model.context = service.max_seq_len
         model.planned = service.planned or model.planned
+        if service.pool.disk is not None:
+            self._disk = service.pool.disk.disk
         self._bound_memory()
         model.loaded_at = time.monotonic()
-        model.is_stopping = False
         model.failure = None
         self.metrics.loaded(model.name)
 
     async def _make_room(self, wanted: ServedModel) -> None:
         """Unload models that no request uses, the least recently used first, until another one fits.
 
+        Nothing is unloaded for a model that no request waits for any more.
         A model stays loaded for ``limits.stay_s`` seconds at least, so that clients that ask for models in
         turns cannot keep the server loading.
         """
-        while (missing := self._planned_bytes(wanted) - self.memory_bytes) > 0:
+        while wanted.users and (missing := self._planned_bytes(wanted) - self.memory_bytes) > 0:
             idle = [model for model in self.models if model.service is not None and not model.users]
             if sum(model.planned_bytes for model in idle) < missing:
                 raise self._unavailable(self._no_room(wanted))
@@ -332,9 +347,13 @@ class Registry:
 
     def _expire(self, model: ServedModel) -> None:
         model.timer = None
+        self._begin_unloading(model)
+
+    def _begin_unloading(self, model: ServedModel) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(self._unload_idle(model))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _unload_idle(self, model: ServedModel) -> None:
         """Unload a model unless a request came for it meanwhile."""

@@ -30,13 +30,15 @@ class Snapshot:
     models: Mapping[str, bool] = field(default_factory=dict)  # by name, whether each is loaded
 
 
-def total(snapshots: Sequence[Snapshot], ended: DraftCounts, models: Mapping[str, bool]) -> Snapshot:
+def total(
+    snapshots: Sequence[Snapshot], ended: DraftCounts, disk: DiskCounts | None, models: Mapping[str, bool]
+) -> Snapshot:
     """Return the sums of several models' numbers.
 
     Args:
         snapshots: of the loaded models; there may be none.
         ended: what drafts did in models that are no longer loaded: counters never fall.
-        models: of :class:`Snapshot`.
+        disk, models: of :class:`Snapshot`.
     """
     drafts = add_drafts(ended, *(each.drafts for each in snapshots))
     return Snapshot(
@@ -46,7 +48,7 @@ def total(snapshots: Sequence[Snapshot], ended: DraftCounts, models: Mapping[str
         drafts=drafts,
         pages=sum(each.pages for each in snapshots),
         pool_bytes=sum(each.pool_bytes for each in snapshots),
-        disk=next((each.disk for each in snapshots if each.disk is not None), None),
+        disk=disk,
         active_bytes=mx.get_active_memory(),
         cached_bytes=mx.get_cache_memory(),
         peak_bytes=mx.get_peak_memory(),
