@@ -3,15 +3,19 @@
 import json
 import os
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from support.command import call
-from support.server import started
+from support.server import started, wait
 
 from kvant.cli.running import recorded, running_servers
+from kvant.cli.served_models import check_names
 from kvant.files import user_cache
 from kvant.private import write_record
+from kvant.server.registry import ServedModel
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +68,65 @@ def test_a_running_server(tmp_path: Path, pocket_folder: Path) -> None:
         process.terminate()
         assert process.wait(20) == 0
         assert not record.exists()
+
+
+def test_a_model_that_answers_is_unloaded_later(tmp_path: Path) -> None:
+    body = {"model": "small", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with started(tmp_path, "--model", "pocket", "--alias", "small=pocket") as (_, client, _):
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert "it is unloaded when its 1 requests have ended" in call("stop", "small").stderr
+            assert [*lines][-2] == "data: [DONE]"
+        wait(lambda: _state("pocket") == "not loaded")
+
+
+def test_a_server_that_is_not_kvants(tmp_path: Path) -> None:
+    """After a server was killed, its number and its port may be another program's."""
+    answers = iter([b"[]", b"{}", b"\x1b[2J", b'{"models": [{"name": "a\\u001b[2J"}]}', b'{"models": 3}'] * 2)
+
+    class Foreign(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(next(answers))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Foreign) as foreign, started(tmp_path, "--model", "pocket"):
+        threading.Thread(target=foreign.serve_forever, daemon=True).start()
+        record = user_cache() / "servers" / "0.json"  # asked before the other one
+        url = f"http://127.0.0.1:{foreign.server_port}"
+        write_record(record, {"url": url, "pid": os.getpid(), "token": "x"})
+        for _ in range(5):
+            shown = call("ps").stdout
+            assert f"the server at {url} is not kvant's" in shown
+            assert "pocket" in shown
+            assert "\x1b" not in shown
+        refused = call("stop", "--all")
+        assert refused.returncode == 1
+        assert "pocket at http" in refused.stderr
+        assert f"the server at {url} is not kvant's" in refused.stderr
+        foreign.shutdown()
+
+
+def test_names_of_several_models(tmp_path: Path) -> None:
+    """A list may be longer than a file's name; a name that is the last part of two models is neither's."""
+    unknown = ",".join(f"no-such-model-{number:03}" for number in range(40))
+    refused = call("serve", "--models", unknown, "--port", "0")
+    assert "'no-such-model-000' is no known model" in refused.stderr
+    models = [
+        ServedModel(names, aliases, (), load=lambda metrics: None, planned={}, context=1)  # type: ignore[arg-type, return-value]
+        for names, aliases in (
+            (("a/x", "x"), ()),
+            (("b/x", "x"), ()),
+            (("c/y", "y"), ()),
+            (("d/z", "z"), ("y",)),
+        )
+    ]
+    check_names(models)
+    assert [model.names for model in models] == [("a/x",), ("b/x",), ("c/y",), ("d/z", "z")]
 
 
 def test_records_that_are_no_servers(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def _rows(server: RunningServer) -> list[dict[str, Any]]:
     """Return a row for each model; one with only an error if the server does not answer."""
     where = {"server": server.url, "pid": server.pid}
     try:
-        models = server.ask("/control/models")["models"]
+        models = server.models()
     except KvantError as error:
         return [{**where, "error": str(error)}]
     return [{**where, **model} for model in models]

@@ -1,7 +1,7 @@
 """The servers that this user runs on this machine: ``kvant serve`` writes where each one listens."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,17 @@ from kvant.private import read_record, write_record
 
 MAX_BYTES = 4096
 TIMEOUT_S = 10.0
+# Of a model in an answer, by name, with their types.
+UNLOADED_FIELDS = {"name": str, "unloaded": bool, "requests": int}
+MODEL_FIELDS = {
+    "name": str,
+    "names": list,
+    "state": str,
+    "context": int,
+    "planned_bytes": int,
+    "requests": int,
+    "idle_s": float | int | None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +34,22 @@ class RunningServer:
     pid: int
     token: str
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the JSON of an answer; POST if there is a body.
+    def models(self) -> list[dict[str, Any]]:
+        """Return the state of each model; the errors are those of :meth:`unload`."""
+        return self._ask("/control/models", MODEL_FIELDS)
+
+    def unload(self, model: str | None) -> list[dict[str, Any]]:
+        """Unload a model, or all; return those that were loaded, each with whether it is unloaded now.
 
         Raises:
-            KvantError: the server does not answer, or refuses.
+            KvantError: the server does not answer, or refuses, or is not kvant's.
         """
+        return self._ask("/control/unload", UNLOADED_FIELDS, {"model": model})
+
+    def _ask(
+        self, path: str, fields: Mapping[str, Any], body: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the models of an answer, which have these fields; POST if there is a body."""
         import httpx2
 
         headers = {"authorization": f"Bearer {self.token}"}
@@ -36,7 +57,7 @@ class RunningServer:
             with httpx2.Client(trust_env=False, timeout=TIMEOUT_S, headers=headers) as client:
                 url = f"{self.url}{path}"
                 answer = client.get(url) if body is None else client.post(url, json=body)
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
             raise KvantError(f"the server at {self.url} does not answer: {error}") from error
         if not answer.is_success:
             try:
@@ -44,7 +65,15 @@ class RunningServer:
             except (ValueError, KeyError, TypeError):
                 message = f"HTTP status {answer.status_code}"
             raise KvantError(f"the server at {self.url} refused: {message}")
-        return answer.json()
+        # If the server was killed, another program may have its number and its port.
+        try:
+            models = answer.json()["models"]
+            for model in models:
+                if not all(isinstance(model[name], kind) for name, kind in fields.items()):
+                    raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise KvantError(f"the server at {self.url} is not kvant's, or of another version") from None
+        return list(models)
 
 
 @contextmanager
@@ -64,7 +93,7 @@ def running_servers() -> list[RunningServer]:
     servers = []
     for path in sorted(_folder().glob("*.json")):
         match read_record(path, MAX_BYTES):
-            case {"url": str(url), "pid": int(pid), "token": str(token)} if _runs(pid):
+            case {"url": str(url), "pid": int(pid), "token": str(token)} if pid > 0 and _runs(pid):
                 servers.append(RunningServer(url, pid, token))
             case _:
                 with suppress(OSError):

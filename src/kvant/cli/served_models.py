@@ -1,6 +1,8 @@
 """The models of ``kvant serve``: their names, what each may take of the memory, and how each is loaded."""
 
+import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,7 +143,7 @@ def offer(
             loader.machine = machine
             planned = loader.plan()
         models.append(served_model(loader.settings, loader, as_record(planned), planned.max_kv_size))
-    _check_names(models)
+    check_names(models)
     return models
 
 
@@ -155,8 +157,8 @@ def chosen_models(argument: str | None, model: Sequence[str], models: str | None
     """
     names = [*([] if argument is None else [argument]), *model]
     if models is not None:
-        folder = Path(models).expanduser()
-        if folder.is_dir():
+        folder = Path(os.path.expanduser(models))
+        if os.path.isdir(folder):  # Path.is_dir() refuses a list that is longer than a file's name may be
             folders = sorted(str(path.parent) for path in folder.glob("*/config.json"))
             if not folders:
                 raise BadValueError(f"--models is {models[:200]!r}, a folder without folders of models")
@@ -221,22 +223,22 @@ def _aliases(names: Sequence[str], aliases: Sequence[str]) -> dict[str, tuple[st
     by_model: dict[str, list[str]] = {name: [] for name in names}
     for text in aliases:
         alias, equals, model = text.partition("=")
-        if len(names) == 1 or not equals:
-            by_model[names[0]].append(text)
-        elif model in by_model:
+        if model in by_model:
             by_model[model].append(alias)
+        elif len(names) == 1 or not equals:
+            by_model[names[0]].append(text)
         else:
             raise BadValueError(f"--alias is {text[:200]!r}; {model[:200]!r} is none of the models")
     return {name: tuple(of_model) for name, of_model in by_model.items()}
 
 
-def _check_names(models: Sequence[ServedModel]) -> None:
+def check_names(models: Sequence[ServedModel]) -> None:
     """Refuse a name that several models have; give up a name that is only the last part of several."""
+    models_of: Counter[str] = Counter()  # how many models have a name
     for model in models:
-        others = [other for other in models if other is not model]
+        models_of.update({*model.names, *model.aliases})
+    for model in models:
         for name in (model.name, *model.aliases):
-            if any(name in (other.name, *other.aliases) for other in others):
+            if any(name in (other.name, *other.aliases) for other in models if other is not model):
                 raise BadValueError(f"two models are named {name[:200]!r}; expected another name for one")
-        known = {name for other in others for name in (*other.names, *other.aliases)}
-        rest = [name for name in model.names[1:] if name not in known]
-        model.names = (model.name, *rest)
+        model.names = (model.name, *(name for name in model.names[1:] if models_of[name] == 1))

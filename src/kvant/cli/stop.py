@@ -1,6 +1,7 @@
 """``kvant stop``: unload models of the servers that this user runs. The servers go on."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -26,20 +27,34 @@ def stop(
     if not servers:
         raise KvantError("no server is running")
     offered: list[str] = []
+    errors: list[str] = []
     is_offered = all_models
     stopped = 0
     for server in servers:
-        if not all_models:
-            models = server.ask("/control/models")["models"]
+        try:
+            models = server.models()
             offered += [each["name"] for each in models]
-            if not any(model in each["names"] for each in models):
-                continue
-            is_offered = True
-        for each in server.ask("/control/unload", {} if all_models else {"model": model})["models"]:
-            later = f"it is unloaded when its {each['requests']} requests have ended"
-            say(f"{each['name']} at {server.url}: {'unloaded' if each['unloaded'] else later}")
+            # Not the name that the user has: another model's pattern may match it.
+            named = [None] if all_models else [each["name"] for each in models if model in each["names"]]
+            is_offered = is_offered or bool(named)
+            unloaded = [each for name in named for each in server.unload(name)]
+        except KvantError as error:
+            errors.append(str(error))
+            continue
+        for each in unloaded:
+            say(f"{each['name']} at {server.url}: {_outcome(each)}")
             stopped += 1
+    if errors:
+        raise KvantError("; ".join(errors))
     if not is_offered:
         raise KvantError(f"no running server has the model {model!r}; expected one of {', '.join(offered)}")
     if not stopped:
         say("all models are unloaded" if all_models else f"{model} is not loaded")
+
+
+def _outcome(model: Mapping[str, Any]) -> str:
+    if model["unloaded"]:
+        return "unloaded"
+    if model["requests"]:
+        return f"it is unloaded when its {model['requests']} requests have ended"
+    return "it is unloaded when the loads under way have ended"
