@@ -175,7 +175,7 @@ def test_the_watchdog(make: Callable[..., BatchEngine]) -> None:
 def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     """Its thread has ended then: MLX aborts the process if one ends after the interpreter."""
     before = threading.enumerate()
-    drained, stopped = make(), make()
+    drained, stopped = make(stall_after=SOON), make(stall_after=SOON)
     expected = alone(pocket[0], Request([5], max_tokens=30))
     answers = [asked(engine, Request([5], most)) for engine, most in ((drained, 30), (stopped, 900))]
     next(answers[1])
@@ -191,7 +191,8 @@ def test_closing(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:
     for engine in (drained, stopped):
         assert engine.close()
         assert not engine.alive
-    assert not [each for each in threading.enumerate() if each not in before and each.name == "kvant-engine"]
+    names = {each.name for each in threading.enumerate() if each not in before}
+    assert not {"kvant-engine", "kvant-watchdog"} & names
 
 
 def test_many_short_requests_leave_nothing_behind(pocket: Pocket, make: Callable[..., BatchEngine]) -> None:

@@ -140,6 +140,18 @@ def test_eight_clients_swap_models(folders: dict[str, Path]) -> None:
     assert mx.get_active_memory() - before < 2**20
 
 
+def test_models_use_the_same_threads(folders: dict[str, Path]) -> None:
+    """MLX keeps what it has for a thread for ever, so a new thread for each loaded model would be a leak."""
+    with _serving(_model(POCKET), _model(folders["native"])) as server:
+        before = {each.native_id for each in threading.enumerate()}
+        used = set()
+        for name in ("native", "pocket") * 3:
+            assert _ask(server, name).status_code == 200
+            assert _states(server)[name] == "loaded"
+            used |= {each.native_id for each in threading.enumerate() if each.name == "kvant-engine"}
+        assert used <= before
+
+
 def test_models_that_fit_together_stay(folders: dict[str, Path]) -> None:
     with _serving(_model(POCKET), _model(folders["gpt_oss"]), room=2) as server:
         for name in ("gpt_oss", "pocket", "gpt_oss", "pocket"):
@@ -302,9 +314,7 @@ def test_unloading_keeps_the_disk_cache(folders: dict[str, Path], tmp_path: Path
         for _ in range(2):
             cached.append(counts_of(server.client.post(CHAT.path, json=body).json()["usage"])[1])
             assert _ask(server, "native").status_code == 200  # it takes the room of the first
-        server.registry.models[1].is_stopping = True
-        assert _ask(server, "native").status_code == 200
-        wait(lambda: not server.registry.loaded)
+        wait(lambda: not _unload(server, "native") and not server.registry.loaded)
         metrics = server.client.get("/metrics").text
     assert cached[0] == 0
     assert cached[1] >= 128

@@ -14,7 +14,7 @@ from kvant.engine.request import Request, Token
 from kvant.engine.scheduler import Counts, Scheduler
 from kvant.errors import EngineError, one_line
 from kvant.models import LanguageModel
-from kvant.threads import check_process
+from kvant.threads import ReusedThread, check_process
 
 Deliver = Callable[[Token], object]
 Observe = Callable[[Scheduler, Sequence[Token]], object]
@@ -65,12 +65,14 @@ class BatchEngine:
         self._last_sign: float | None = None  # time of the last progress; None: the thread sleeps
         self._counts = self._scheduler.counts
         self.drafts = self._scheduler.drafts  # counts up to the last step; any thread may read them
-        self._thread = threading.Thread(target=self._run, name="kvant-engine", daemon=True)
+        self._thread = ReusedThread(self._run, "kvant-engine")
         self._thread.start()
+        self._watchdog: threading.Thread | None = None
         if stall_after is not None:
-            threading.Thread(
+            self._watchdog = threading.Thread(
                 target=self._watch, args=(stall_after,), name="kvant-watchdog", daemon=True
-            ).start()
+            )
+            self._watchdog.start()
         # A thread that computes while the interpreter shuts down would crash it.
         atexit.register(self.close, drain=False, timeout=10)
 
@@ -126,10 +128,12 @@ class BatchEngine:
             self._closing = True
             self._stopping = self._stopping or not drain
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
+        if not self._thread.is_current:
             self._thread.join(timeout)
         if ended := not self._thread.is_alive():
             atexit.unregister(self.close)
+            if self._watchdog is not None:
+                self._watchdog.join(timeout)  # it refers to the model, whose memory is wanted back
         return ended
 
     def __enter__(self) -> "BatchEngine":
