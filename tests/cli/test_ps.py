@@ -3,10 +3,14 @@
 import json
 import os
 import re
+import signal
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx2
 import pytest
 from support.command import call
 from support.server import started, wait
@@ -79,6 +83,45 @@ def test_a_model_that_answers_is_unloaded_later(tmp_path: Path) -> None:
             assert "it is unloaded when its 1 requests have ended" in call("stop", "small").stderr
             assert [*lines][-2] == "data: [DONE]"
         wait(lambda: _state("pocket") == "not loaded")
+
+
+SLOW = """
+import time
+import kvant
+import kvant.cli.served_models as served
+plain = served.load_session
+def load_session(run, *given, **named):
+    if run.model != "pocket":
+        print("loading slowly", flush=True)
+        time.sleep(60)
+    return plain(run, *given, **named)
+served.load_session = load_session
+from kvant.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_during_a_load(tmp_path: Path, pocket_folder: Path, number: signal.Signals) -> None:
+    (tmp_path / "second").symlink_to(pocket_folder)
+    serve = [sys.executable, "-c", SLOW, "serve", "--port", "0", "--models", f"pocket,{tmp_path / 'second'}"]
+    with started(tmp_path, command=serve) as (process, client, _), ThreadPoolExecutor(1) as threads:
+        body = {"model": "second", "prompt": "Once", "max_tokens": 1}
+        answer = threads.submit(client.post, "/v1/completions", json=body)
+        assert process.stdout.readline() == "loading slowly\n"
+        process.send_signal(number)
+        assert answer.result(20).status_code == 503
+        wait(lambda: not _listens(str(client.base_url)))
+        process.send_signal(number)
+        assert process.wait(20) == 130
+
+
+def _listens(url: str) -> bool:
+    try:
+        httpx2.get(f"{url}/health", trust_env=False)
+    except httpx2.HTTPError:
+        return False
+    return True
 
 
 def test_a_server_that_is_not_kvants(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from support.server import SOON, Running, running, served, start, started
 
 from kvant.cache import CacheOptions
 from kvant.cache.disk import DiskCache
+from kvant.cli.running import recorded
 from kvant.cli.serve import REQUEST_BYTES
 from kvant.engine.head_drafts import HeadDrafts
 from kvant.engine.model_drafts import ModelDrafts
@@ -61,7 +62,7 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
             process.terminate()
             while (health := client.get("/health")).status_code == 200:
                 pass
-            assert health.json() == {"status": "ending", "waiting": 0, "running": 1}
+            assert health.json() == {"status": "ending", "waiting": 0, "running": 1, "loaded": ["pocket"]}
             for to in INTERFACES:
                 refused = client.post(to.path, json=to.body())
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -83,8 +84,10 @@ def test_sigterm_lets_what_is_under_way_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_an_end_at_once_leaves_nothing_behind(tmp_path: Path, killed: bool) -> None:
-    """By SIGKILL, or by a second signal."""
+def test_an_end_at_once_leaves_nothing_behind(
+    tmp_path: Path, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGKILL, or by a second signal. The record of the server goes when another one starts."""
     with started(tmp_path) as (process, client, lines):
         with client.stream("POST", "/v1/completions", json=ASK | {"max_tokens": 400}) as stream:
             events = stream.iter_lines()
@@ -98,6 +101,9 @@ def test_an_end_at_once_leaves_nothing_behind(tmp_path: Path, killed: bool) -> N
                 list(events)
         assert process.wait(SOON) == (-signal.SIGKILL if killed else 130)
         run.bind(Settings(port=int(client.base_url.port or 0))).close()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with recorded("http://127.0.0.1:1", "token"):
+        pass
     assert not _written(tmp_path)
     assert killed or "another signal ends at once" in "".join(lines)
 

@@ -396,25 +396,19 @@ def test_a_name_is_no_path(folders: dict[str, Path], name: str, monkeypatch: pyt
 
 
 def test_the_end_while_a_model_loads(folders: dict[str, Path]) -> None:
+    """Nobody waits for the load: not the client, and not the server before it ends."""
     slow = _model(folders["native"])
     gate = _Gate(slow)
-    plain = slow.load
-    closed = []
-
-    def load(metrics: Any) -> Any:
-        service = plain(metrics)
-        service.tokenizer.close = lambda: closed.append(True)
-        return service
-
-    slow.load = load
     with _serving(_model(POCKET), slow, room=2) as server, ThreadPoolExecutor(1) as threads:
         answer = threads.submit(_ask, server, "native")
-        wait(lambda: slow.users == 1)
-        server.registry.draining = True
+        wait(lambda: gate.count)
+        ending = asyncio.run_coroutine_threadsafe(server.server.end(), server.loop)
+        refused = answer.result(SOON)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert "the server is ending" in refused.json()["error"]["message"]
+        ending.result(SOON)
+        assert not gate.open.is_set()
         gate.open.set()
-        assert answer.result(SOON).status_code == 503
-        assert slow.service is None
-        assert closed == [True]
 
 
 def test_bytes_of_all_models(folders: dict[str, Path]) -> None:

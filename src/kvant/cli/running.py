@@ -79,6 +79,7 @@ class RunningServer:
 @contextmanager
 def recorded(url: str, token: str) -> Iterator[None]:
     """Let ``kvant ps`` and ``kvant stop`` find this process's server while the block runs."""
+    running_servers()  # removes the records of servers that were killed
     path = _folder() / f"{os.getpid()}.json"
     write_record(path, {"url": url, "pid": os.getpid(), "token": token})
     try:

@@ -30,7 +30,6 @@ RETRY_S = 5  # what a client is told to wait if there is no room for its model
 models_logger = logging.getLogger("kvant.server.models")  # a line for each load
 FLUSH_S = 5.0  # that unloading waits for the disk cache to be written
 STOP_S = 5.0  # that whoever unloads a model by hand waits: less than `kvant stop` waits for its answer
-ENDING = "the server is ending; it takes no further requests"
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +89,12 @@ def served_model(
         planned=planned or {},
         context=context,
     )
+
+
+def ending() -> ApiError:
+    """Return what a client is told when the server ends."""
+    message = "the server is ending; it takes no further requests"
+    return ApiError(message, status=503, headers={"retry-after": "5", "connection": "close"})
 
 
 class Registry:
@@ -189,7 +194,12 @@ class Registry:
             if model.loading is None:
                 model.loading = asyncio.get_running_loop().create_task(self._load(model))
                 model.loading.add_done_callback(_retrieve)
-            await asyncio.shield(model.loading)
+            try:
+                await asyncio.shield(model.loading)
+            except asyncio.CancelledError:
+                if self.draining:
+                    raise ending() from None
+                raise
         return service
 
     async def unload(self, model: ServedModel) -> bool:
@@ -200,6 +210,13 @@ class Registry:
         model.is_stopping = model.service is not None or model.loading is not None
         await asyncio.wait([self._begin_unloading(model)], timeout=STOP_S)
         return not model.is_stopping
+
+    def drain(self) -> None:
+        """Accept no further requests, and refuse those that wait for a model: loading may take minutes."""
+        self.draining = True
+        for model in self.models:
+            if model.loading is not None:
+                model.loading.cancel()  # what its thread still loads is forgotten
 
     def close(self, timeout: float | None = 10.0) -> None:
         """End all services and what is under way."""
@@ -259,11 +276,6 @@ class Registry:
                     message = f"the model {model.name!r} could not be loaded; the server's log says more"
                     model.failure = time.monotonic(), message
                     raise self._unavailable(message)
-                if self.draining:  # since it began to load
-                    services = [service]
-                    del service
-                    await asyncio.to_thread(_end, services)
-                    raise ApiError(ENDING, status=503)
                 self._has_loaded(model, service)
                 self._schedule(model)
                 models_logger.info("loaded %s, %s", model.name, format_bytes(model.planned_bytes))

@@ -215,12 +215,7 @@ class Server(uvicorn.Server):
             signals.append(signal.SIGHUP)
         for number in signals:
             loop.add_signal_handler(number, self._on_signal, number)
-        try:
-            yield
-        finally:
-            for number in signals:
-                with suppress(RuntimeError):
-                    loop.remove_signal_handler(number)
+        yield  # The handlers stay until the loop is closed: it may wait for a load.
 
     def _on_signal(self, number: int) -> None:
         if self._ending is not None:
@@ -232,7 +227,7 @@ class Server(uvicorn.Server):
         """Refuse new requests, wait for open ones, and stop."""
         registry = self._registry
         limits = registry.settings.limits
-        registry.draining = True
+        registry.drain()
         if registry.active:
             self._announce(
                 f"ending when {registry.active} requests are answered, after {limits.drain_s:g} seconds at "

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.left_out import LeftOut
-from kvant.server.registry import ENDING, Registry
+from kvant.server.registry import Registry, ending
 from kvant.server.request_log import Usage, log_request
 from kvant.server.settings import LOOPBACK_NAMES, address_of
 
@@ -118,7 +118,7 @@ class Guard:
             sent = ", ".join(origins)[:200]
             return ApiError(f"the Origin header is {sent!r}, which --allow-origin does not name", status=403)
         if self._registry.draining and scope["path"] not in WHILE_ENDING:
-            return _ending()
+            return ending()
         return None
 
     def _is_allowed(self, host: str) -> bool:
@@ -208,7 +208,7 @@ class Bodies:
         else:
             works = scope["method"] == "POST"
             if works and self._registry.draining:  # the server began to end after the headers arrived
-                await error_response(scope, _ending())(scope, receive, send)
+                await error_response(scope, ending())(scope, receive, send)
                 return
             self._registry.active += works
             scope["state"][FORGET] = partial(self._forget, body)
@@ -286,11 +286,6 @@ class Bodies:
                 return False
             self._num_bytes -= max(slow, key=lambda each: each.num_bytes).drop()
         return True
-
-
-def _ending() -> ApiError:
-    headers = {"retry-after": "5", **CLOSE}
-    return ApiError(ENDING, status=503, headers=headers)
 
 
 def _replaying(chunks: list[bytes], receive: Receive, state: Mapping[str, Any]) -> Receive:
