@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ def check_report() -> None:
 
 
 def check_serve(clients_python: str | None) -> None:
-    with serving("--kv-bits", "0") as url:
+    with serving("--model", MODEL, "--kv-bits", "0") as url:
         messages = [{"role": "user", "content": QUESTION}]
         common = {"model": MODEL, "temperature": 0, "max_tokens": 24}
         bodies: dict[str, dict[str, Any]] = {
@@ -232,10 +233,42 @@ def check_serve(clients_python: str | None) -> None:
             subprocess.run([clients_python, str(program)], env=environment, check=True, timeout=COMMAND_S)
 
 
+def check_several_models() -> None:
+    """Eight clients ask one server for two models in turns; every answer is what its model answers alone."""
+    bodies = [
+        {"model": model, "prompt": text, "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+        for model in (MODEL, "pocket")
+        for text in ("Once upon a time", "The sea is", "A fox named Pip")
+    ]
+
+    def ask(url: str, body: dict[str, Any]) -> str:
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=COMMAND_S)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == body["model"]
+        return str(answer.json()["choices"][0]["text"])
+
+    flags = ("--max-kv-size", "256", "--deterministic")
+    alone = []
+    for model in (MODEL, "pocket"):
+        with serving("--model", model, *flags) as url:
+            alone += [ask(url, body) for body in bodies if body["model"] == model]
+    # Each model is unloaded when no request uses it, so the clients load both again and again.
+    together = ("--model", "pocket", "--model", MODEL, "--keep-alive", "0", *flags)
+    with serving(*together) as url, ThreadPoolExecutor(8) as threads:
+        places = [(3 * client + 5 * turn) % len(bodies) for client in range(8) for turn in range(4)]
+        answers = [*threads.map(lambda place: ask(url, bodies[place]), places)]
+        wrong = [bodies[place] for place, text in zip(places, answers, strict=True) if text != alone[place]]
+        assert not wrong, f"{len(wrong)} of {len(places)} answers are wrong: {wrong[0]}"
+        metrics = httpx2.get(f"{url}/metrics").text
+    print(
+        "       " + ", ".join(line for line in _lines(metrics) if line.startswith("kvant_model_loads_total"))
+    )
+
+
 @contextmanager
 def serving(*flags: str) -> Iterator[str]:
-    """Run a server of the model; yield its address."""
-    serve = [sys.executable, "-m", "kvant", "serve", "--model", MODEL, "--port", "0", *flags]
+    """Run a server; yield its address."""
+    serve = [sys.executable, "-m", "kvant", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(serve, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
@@ -272,6 +305,7 @@ def main() -> None:
         "snapshots": check_snapshot,
         "report": check_report,
         "serve": lambda: check_serve(clients_python),
+        "several models": check_several_models,
     }
     failed = 0
     for name, check in checks.items():
