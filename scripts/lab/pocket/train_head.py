@@ -4,7 +4,7 @@ they are.
 The head learns what the model itself expects there: the target of each place is the model's distribution.
 Half of the loss is of the head's own recursion, in which its output stands for the model's hidden state.
 
-Run: python scripts/pocket/train_head.py build/mtp.safetensors --minutes 20
+Run: python scripts/lab/pocket/train_head.py build/mtp.safetensors --minutes 20
 """
 
 from __future__ import annotations
