@@ -8,14 +8,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from kvant.cache.disk import DiskCache
 from kvant.engine.drafts import DraftCounts
-from kvant.errors import one_line
+from kvant.errors import GrammarError, one_line
 from kvant.machine import bound_memory, free_memory
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.metrics import Metrics
@@ -167,7 +167,12 @@ class Registry:
     def load_now(self, model: ServedModel) -> None:
         """Load a model before the event loop runs. The loader's errors pass."""
         self._bound_memory(model)
-        self._has_loaded(model, model.load(self.metrics))
+        service = model.load(self.metrics)
+        # This stops all threads, half a second for a large vocabulary. So a model that is loaded while others
+        # answer is only prepared for the first request that asks for a format.
+        with suppress(GrammarError):  # whoever asks for a format is told
+            service.grammars.prepare()
+        self._has_loaded(model, service)
 
     def start(self) -> None:
         """Begin to count the idle time of models loaded by :meth:`load_now`; called in the event loop."""

@@ -1,7 +1,6 @@
 """A model that is served: what every request needs, made once and ended once."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import read_model_sampling
-from kvant.errors import ArgumentError, ContextError, GrammarError
+from kvant.errors import ArgumentError, ContextError
 from kvant.models import LanguageModel
 from kvant.models.caches import DEFAULT_RESERVATION
 from kvant.models.language_model import context_limit
@@ -73,8 +72,6 @@ class Service:
         self.system_place = system_place(tokenizer)  # where its template takes system messages
         self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
         self.compiling = TurnQueue("kvant-grammar")  # of grammars
-        with suppress(GrammarError):  # whoever asks for a format is told
-            self.grammars.prepare()  # a second of a large vocabulary, in which no thread goes on
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
         self.max_seq_len = limit  # tokens that a prompt and its answer can have together
