@@ -80,7 +80,7 @@ def test_a_model_that_answers_is_unloaded_later(tmp_path: Path) -> None:
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            assert "it is unloaded when its 1 requests have ended" in call("stop", "small").stderr
+            assert "it is unloaded when its requests (1) have ended" in call("stop", "small").stderr
             assert [*lines][-2] == "data: [DONE]"
         wait(lambda: _state("pocket") == "not loaded")
 

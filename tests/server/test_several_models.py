@@ -255,7 +255,9 @@ def test_a_busy_model_is_not_unloaded() -> None:
             refused = _ask(server, "second")
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
             message = refused.json()["error"]["message"]
-            assert "'second' needs 1.00 kB and 0 bytes are free; 'pocket' answers 1 requests" in message
+            assert (
+                "'second' needs 1.00 kB and 0 bytes are free; 'pocket' has requests (1) and cannot" in message
+            )
             assert _states(server) == {"pocket": "loaded", "second": "not loaded"}
             assert _ask(server, "pocket").status_code == 200
         assert _ask(server, "second").status_code == 200

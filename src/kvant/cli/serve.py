@@ -126,7 +126,13 @@ def serve(
     The server speaks as OpenAI's and Anthropic's clients expect, and has a chat page.
     """
     try:
-        from kvant.cli.served_models import chosen_models, keep_alive_seconds, offer
+        from kvant.cli.served_models import (
+            aliases_by_model,
+            chosen_models,
+            keep_alive_seconds,
+            offer,
+            refuse_for_several,
+        )
         from kvant.server.registry import Registry
         from kvant.server.run import bind, url_of
         from kvant.server.run import serve as serve_until_signalled
@@ -136,6 +142,8 @@ def serve(
     names = chosen_models(model_argument, chosen(context, model, model_argument, models), models)
     options.check_counts(sequences=sequences, max_queue=max_queue)
     run = replace(run, model=names[0])
+    refuse_for_several(run, pooling, len(names))
+    aliases = aliases_by_model(names, alias or ())
     if deterministic:
         options.check_deterministic(run)
     ranks.refuse(run.draft_model, disk_cache=disk_cache)
@@ -145,7 +153,7 @@ def serve(
     other_bytes = REQUEST_BYTES + (0 if disk is None else QUEUE_BYTES)
     settings = Settings(
         model=names[0],
-        aliases=tuple(alias or ()) if len(names) == 1 else (),
+        aliases=aliases[names[0]],
         host=host,
         port=port,
         sequences=sequences,
@@ -168,7 +176,7 @@ def serve(
             run,
             settings,
             machine,
-            aliases=alias or (),
+            aliases=aliases,
             other_bytes=other_bytes,
             disk=disk,
             process=context.obj,

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def offer(
     settings: Settings,
     machine: Machine,
     *,
-    aliases: Sequence[str],
+    aliases: Mapping[str, tuple[str, ...]],
     other_bytes: int,
     disk: DiskCache | None,
     process: TextProcess | None,
@@ -113,12 +113,9 @@ def offer(
         names: of the models, as --model takes them.
         run, settings: the flags; the model in them does not count.
         machine: what all models together may use.
-        aliases: of the models, as --alias takes them.
+        aliases: of each model, by its name.
         other_bytes, disk, process: as for :class:`Loader`.
     """
-    if len(names) > 1:
-        _refuse_for_several(run, settings, len(names))
-    by_model = _aliases(names, aliases)
     share = replace(
         machine,
         limit_bytes=machine.limit_bytes // len(names),
@@ -128,7 +125,7 @@ def offer(
     for place, name in enumerate(names):
         loader = Loader(
             replace(run, model=name),
-            replace(settings, model=name, aliases=by_model[name]),
+            replace(settings, model=name, aliases=aliases[name]),
             share,
             other_bytes,
             disk,
@@ -201,15 +198,17 @@ def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
     return f"{format_bytes(total)} planned at most: {listed}"
 
 
-def _refuse_for_several(run: RunOptions, settings: Settings, count: int) -> None:
-    """Refuse flags that are for one model."""
+def refuse_for_several(run: RunOptions, pooling: str | None, count: int) -> None:
+    """Refuse flags that are for one model, if there are several."""
+    if count == 1:
+        return
     tuned = run.kv_format if run.kv_format != PMX else None
     flags = {
         "draft_model": run.draft_model,
         "adapter_path": run.adapter_path,
         "kv_format": tuned,
         "wired": run.wired,
-        "pooling": settings.pooling,
+        "pooling": pooling,
     }
     for name, value in flags.items():
         if value:
@@ -218,8 +217,8 @@ def _refuse_for_several(run: RunOptions, settings: Settings, count: int) -> None
         raise BadValueError(f"several ranks serve one model; {count} are given")
 
 
-def _aliases(names: Sequence[str], aliases: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return each model's aliases: NAME=MODEL is for that model, NAME alone for the first one."""
+def aliases_by_model(names: Sequence[str], aliases: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return each model's aliases by its name: NAME=MODEL is for that model, NAME alone for the first one."""
     by_model: dict[str, list[str]] = {name: [] for name in names}
     for text in aliases:
         alias, equals, model = text.partition("=")

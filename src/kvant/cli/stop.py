@@ -56,5 +56,5 @@ def _outcome(model: Mapping[str, Any]) -> str:
     if model["unloaded"]:
         return "unloaded"
     if model["requests"]:
-        return f"it is unloaded when its {model['requests']} requests have ended"
+        return f"it is unloaded when its requests ({model['requests']}) have ended"
     return "it is unloaded when the loads under way have ended"

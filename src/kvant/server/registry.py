@@ -337,10 +337,10 @@ class Registry:
     def _no_room(self, wanted: ServedModel) -> str:
         busy = [model for model in self.models if model.service is not None and model.users]
         free = max(0, self.memory_bytes - self._planned_bytes())
-        users = ", ".join(f"{model.name!r} answers {model.users} requests" for model in busy)
+        users = " and ".join(f"{model.name!r} has requests ({model.users})" for model in busy)
         return (
             f"the model {wanted.name!r} needs {format_bytes(wanted.planned_bytes)} and "
-            f"{format_bytes(int(free))} are free; {users}, so it cannot be unloaded; try again later"
+            f"{format_bytes(int(free))} are free; {users} and cannot be unloaded; try again later"
         )
 
     def _unavailable(self, message: str) -> ApiError:
