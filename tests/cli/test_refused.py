@@ -227,7 +227,7 @@ FAILURES = [
     ("plan 'a b' --remote", "'a b' is not a known model"),
     *(
         (f"{each} --adapter-path no/such", "adapter 'no/such' is not a folder")
-        for each in ("plan", "serve", "report")
+        for each in ("plan", "serve --port 0", "report")
     ),
     ("plan --adapter-path .", "no adapters.safetensors; an adapter folder"),
     ("serve --port 0 --host 192.0.2.1 --api-key-file keys", "cannot listen on 192.0.2.1 port 0: "),
