@@ -13,15 +13,18 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import mlx.core as mx
+
 from kvant.cache.disk import DiskCache
 from kvant.engine.drafts import DraftCounts
+from kvant.engine.scheduler import Counts
 from kvant.errors import GrammarError, one_line
 from kvant.machine import bound_memory, free_memory
 from kvant.server.errors import ApiError, described, logger
 from kvant.server.metrics import Metrics
 from kvant.server.service import Service, model_names
 from kvant.server.settings import Settings
-from kvant.server.snapshot import Snapshot, add_drafts, total
+from kvant.server.snapshot import Snapshot, add_drafts
 from kvant.server.turn_queue import TurnQueue
 from kvant.sizes import format_bytes
 
@@ -140,9 +143,21 @@ class Registry:
 
     def snapshot(self) -> Snapshot:
         """Return what all loaded models do and hold now; any thread may ask."""
-        models = {model.name: model.service is not None for model in self.models}
-        disk = None if self._disk is None else self._disk.counts
-        return total([service.snapshot() for service in self.loaded], self._drafts, disk, models)
+        services = self.loaded
+        counts = [Counts(0, 0, 0, 0), *(each.counts for each in services)]
+        return Snapshot(
+            counts=Counts(*map(sum, zip(*counts, strict=True))),
+            is_alive=all(each.engine.alive for each in services),
+            age_s=max((each.engine.age for each in services), default=0.0),
+            drafts=add_drafts(self._drafts, *(each.engine.drafts for each in services)),
+            pages=sum(each.pool.num_pages for each in services),
+            pool_bytes=sum(each.pool.nbytes for each in services),
+            disk=None if self._disk is None else self._disk.counts,
+            active_bytes=mx.get_active_memory(),
+            cached_bytes=mx.get_cache_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            models={model.name: model.service is not None for model in self.models},
+        )
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model that a request names; the first one if it names none.

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-import mlx.core as mx
-
 from kvant.cache.pages import PAGE_SIZE, pages_for
 from kvant.cache.pool import Pool
 from kvant.engine.batch_engine import BatchEngine, Deliver
@@ -15,6 +13,7 @@ from kvant.engine.load import find_model
 from kvant.engine.model_drafts import PooledDrafts
 from kvant.engine.request import Request
 from kvant.engine.sampling import read_model_sampling
+from kvant.engine.scheduler import Counts
 from kvant.errors import ArgumentError, ContextError
 from kvant.models import LanguageModel
 from kvant.models.caches import DEFAULT_RESERVATION
@@ -23,7 +22,6 @@ from kvant.server.errors import ApiError
 from kvant.server.live import Live
 from kvant.server.metrics import Metrics
 from kvant.server.settings import Settings
-from kvant.server.snapshot import Snapshot
 from kvant.server.turn_queue import TurnQueue
 from kvant.text.grammar import Grammars
 from kvant.text.prompt import system_place
@@ -107,21 +105,11 @@ class Service:
         longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
         return max(MIN_CHARACTERS, self.max_seq_len * longest)
 
-    def snapshot(self) -> Snapshot:
-        """Return what the server does and holds now; any thread may ask."""
+    @property
+    def counts(self) -> Counts:
+        """What there is to do; requests that wait for a grammar are among those that wait."""
         counts = self.engine.counts
-        return Snapshot(
-            counts=counts._replace(waiting=counts.waiting + self.compiling.waiting),
-            is_alive=self.engine.alive,
-            age_s=self.engine.age,
-            drafts=self.engine.drafts,
-            pages=self.pool.num_pages,
-            pool_bytes=self.pool.nbytes,
-            disk=None if self.pool.disk is None else self.pool.disk.disk.counts,
-            active_bytes=mx.get_active_memory(),
-            cached_bytes=mx.get_cache_memory(),
-            peak_bytes=mx.get_peak_memory(),
-        )
+        return counts._replace(waiting=counts.waiting + self.compiling.waiting)
 
     @property
     def alive(self) -> bool:
