@@ -11,10 +11,11 @@ import mlx.core as mx
 
 from kvant.cache.pool import Pool
 from kvant.engine.request import Request, Token
+from kvant.engine.reused_thread import ReusedThread
 from kvant.engine.scheduler import Counts, Scheduler
 from kvant.errors import EngineError, one_line
 from kvant.models import LanguageModel
-from kvant.threads import ReusedThread, check_process
+from kvant.threads import check_process
 
 Deliver = Callable[[Token], object]
 Observe = Callable[[Scheduler, Sequence[Token]], object]
