@@ -26,13 +26,13 @@ from support.numbers import relative_error
 from kvant.errors import CheckpointError
 from kvant.models import load_decoder
 from kvant.models.as_stored import open_folder
-from kvant.models.checkpoint import load_part
+from kvant.models.checkpoint import load_shard
 from kvant.plan import plan, read_folder
 from kvant.ranks.shares import shares
 
 IDS = [5, 290, 17, 3, 88, 141, 60, 7, 299, 1, 44, 230]
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
-WARNING = "ties the output head to the embedding, but lm_head.weight is stored too and differs"
+WARNING = "ties the output head to the embedding, but the checkpoint has a different lm_head.weight"
 SECOND = "model-00002-of-00002.safetensors"
 
 
@@ -123,11 +123,11 @@ def test_ranks_and_adapters_know_the_head(tmp_path: Path) -> None:
     source = tmp_path / "source"
     reference = _untied(source, True)
     head = mx.array(reference.lm_head.weight)
-    alone = load_part(source, layers=range(0), embedding=False)
+    alone = load_shard(source, layers=range(0), embedding=False)
     assert (alone.embed_tokens, alone.lm_head is None) == (None, False)
     config, _ = open_folder(source)
     dealt = shares(config, 2)
-    parts = [load_part(source, share=share, layers=range(0)).lm_head for share in dealt]
+    parts = [load_shard(source, share=share, layers=range(0)).lm_head for share in dealt]
     x = mx.random.normal((3, config.hidden_size))
     joined = mx.concatenate([part.project(x) for part in parts if part is not None], axis=-1)
     assert mx.allclose(joined, x @ head.T, atol=1e-4)
@@ -185,7 +185,7 @@ class TestFiles:
         _check(tmp_path, reference)
         (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"")
         with one_line(
-            CheckpointError, r"model-00001-of-00002\.safetensors: not one of them; expected 3 shards"
+            CheckpointError, r"model-00001-of-00002\.safetensors: unexpected shard; expected 3 shards"
         ):
             load_decoder(tmp_path)
         (tmp_path / "model-00003-of-00003.safetensors").unlink()
@@ -202,7 +202,7 @@ class TestFiles:
         reference = reference_model(qwen2_config())
         save_checkpoint(tmp_path, qwen2_config(), reference, shards=2)
         save_checkpoint(tmp_path, qwen2_config(), reference_model(qwen2_config(), seed=1))
-        with one_line(CheckpointError, r"model\.safetensors is there, and model-00001-of-00002\.safetensors"):
+        with one_line(CheckpointError, r"both model\.safetensors and model-00001-of-00002\.safetensors"):
             load_decoder(tmp_path)
         (tmp_path / "model.safetensors").unlink()
         _check(tmp_path, reference)

@@ -255,7 +255,7 @@ SAID: list[tuple[str, list[str], Callable[[Path], object], str]] = [
             "bridged",
             way,
             lambda folder: change(folder / "config.json", num_attention_heads=0),
-            "does not take it",
+            "rejects it",
         )
         for way in (GENERATE, ["plan", "."])
     ),

@@ -30,7 +30,7 @@ from kvant.cache import CacheOptions
 from kvant.errors import ModelError
 from kvant.machine import Machine
 from kvant.models import Decoder, load_decoder
-from kvant.models.checkpoint import load_part
+from kvant.models.checkpoint import load_shard
 from kvant.models.decoder import DecoderParts
 from kvant.plan import Checkpoint, RankPlanner, Settings, plan, read_folder, split_pairs
 from kvant.plan.ranks import deal
@@ -83,13 +83,13 @@ def test_weights_are_what_a_rank_loads(
         RankPlanner(checkpoint, machines(10**9, 2 * 10**9), kind).plan(50) for kind in ("pipeline", "tensor")
     )
     for rank, layers in enumerate(pipeline.layers):
-        loaded = load_part(tmp_path, layers=layers, embedding=rank == 0, head=rank == 0)
+        loaded = load_shard(tmp_path, layers=layers, embedding=rank == 0, head=rank == 0)
         assert pipeline.plans[rank].weights == nbytes(loaded)
     assert sum(made.weights for made in pipeline.plans) == whole.weights == load_decoder(tmp_path).nbytes
     assert sum(made.weights_read for made in pipeline.plans) == whole.weights_read
     assert sum(made.cache for made in pipeline.plans) == whole.cache
     for rank, share in enumerate(shares(checkpoint.config, 2)):
-        assert tensor.plans[rank].weights == nbytes(load_part(tmp_path, share=share))
+        assert tensor.plans[rank].weights == nbytes(load_shard(tmp_path, share=share))
 
 
 def test_an_adapter_is_whole_on_every_rank(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_caches_are_those_that_are_made(bits: int, settings: dict[str, Any], tmp
     # Every rank splits off the pairs that any of them would: none fewer here than one rank alone.
     tensor = RankPlanner(checkpoint, machines(10**9, 10**9), "tensor", chosen).plan(90).plans
     for share, made in zip(shares(checkpoint.config, 2), tensor, strict=True):
-        part = Decoder(load_part(tmp_path, share=share))
+        part = Decoder(load_shard(tmp_path, share=share))
         known = plan(checkpoint.share(share), max_kv_size=90, settings=chosen, split_pairs=split_pairs(part))
         assert known.cache == part.reserve_cache(90, options).nbytes
         assert made.weights == known.weights

@@ -32,9 +32,9 @@ from support.hostile import one_line
 
 from kvant.errors import CheckpointError, ModelError
 from kvant.models import Decoder, ModelConfig, load_decoder
-from kvant.models.checkpoint import check_folder, load_part
+from kvant.models.checkpoint import check_folder, load_shard
 from kvant.models.share import everything, local_config
-from kvant.models.tensors import Part, TensorFiles
+from kvant.models.tensors import Piece, TensorFiles
 from kvant.ranks.shares import shares
 
 DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "U32": mx.uint32, "U8": mx.uint8}
@@ -53,19 +53,19 @@ def test_a_part_is_a_slice_and_nothing_else_is_read(tmp_path: Path, dtype: str) 
             bounds = sorted(rng.choice(size + 1, 2 if size < 5 else 4, replace=False).tolist())
             ranges = tuple(pairwise(bounds))[::2]
             tensors = TensorFiles(tmp_path)
-            given = tensors.take(name, shape, (dtype,), Part(axis, ranges))
+            given = tensors.take(name, shape, (dtype,), Piece(axis, ranges))
             index = [slice(None)] * axis
             expected = mx.concatenate([arrays[name][(*index, slice(*each))] for each in ranges], axis=axis)
             assert given.dtype == expected.dtype
             assert mx.array_equal(given, expected)
-            assert tensors.bytes_read == tensors.part_bytes(name, Part(axis, ranges)) == expected.nbytes
+            assert tensors.bytes_read == tensors.piece_bytes(name, Piece(axis, ranges)) == expected.nbytes
 
 
 @pytest.mark.parametrize("ranges", [((0, 13),), ((4, 4),), ((6, 8), (2, 4)), ()])
 def test_a_part_outside_of_the_tensor(tmp_path: Path, ranges: tuple[tuple[int, int], ...]) -> None:
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.ones((12,))})
     with pytest.raises(ValueError, match=r"ranges .* of an axis of 12"):
-        TensorFiles(tmp_path).take("a", (12,), part=Part(0, ranges))
+        TensorFiles(tmp_path).take("a", (12,), piece=Piece(0, ranges))
 
 
 def _replace(path: Path) -> None:
@@ -87,11 +87,9 @@ def test_a_file_that_changes_after_its_header_was_read(
     mx.save_safetensors(str(path), {"a": mx.ones((4, 4))})
     tensors = TensorFiles(tmp_path)
     change(path)
-    for part in (None, Part(0, ((1, 2),))):
-        with one_line(
-            CheckpointError, r"model\.safetensors: (changed while it was read|MLX does not read it)"
-        ):
-            tensors.take("a", (4, 4), part=part)
+    for part in (None, Piece(0, ((1, 2),))):
+        with one_line(CheckpointError, r"model\.safetensors: (changed while it was read|MLX cannot read it)"):
+            tensors.take("a", (4, 4), piece=part)
 
 
 def _config(heads: int, kv_heads: int, inner: int = 256, group: int = 0, **changes: Any) -> ModelConfig:
@@ -223,7 +221,7 @@ def test_only_the_share_is_read(
     for ranks in (2, 4):
         for rank, share in enumerate(shares(parsed, ranks)):
             before = _bytes_read_by_this_process()
-            parts = load_part(folder, share=share)
+            parts = load_shard(folder, share=share)
             read = _bytes_read_by_this_process() - before
             expected = _expected_bytes(folder, rank, ranks, norms=name == "olmo2")
             assert parts.bytes_read == expected
@@ -256,8 +254,8 @@ def test_layers_of_a_model(tmp_path: Path, name: str) -> None:
     """Two parts after each other are the whole, bitwise, and nothing else is read."""
     folder = _made(tmp_path / "model", LAYERED[name], 4 if name == "4 bits" else 0)
     whole, ids = load_decoder(folder), mx.array([[5, 7, 11]])
-    first = load_part(folder, layers=range(1))
-    last = load_part(folder, layers=range(1, 3), embedding=False, head=False)
+    first = load_shard(folder, layers=range(1))
+    last = load_shard(folder, layers=range(1, 3), embedding=False, head=False)
     assert (first.config.num_hidden_layers, last.config.num_hidden_layers) == (1, 2)
     assert last.config.windows == whole.config.windows[1:]
     assert last.embed_tokens is last.norm is last.lm_head is None
@@ -269,8 +267,8 @@ def test_layers_of_a_model(tmp_path: Path, name: str) -> None:
     assert last.bytes_read == sum(n for key, n in sizes if "layers.1." in key or "layers.2." in key)
     assert first.bytes_read == sum(n for key, n in sizes) - last.bytes_read
     # The ends: the embedding alone, and the head alone, which is the embedding if that is tied.
-    embeds = load_part(folder, layers=range(0), head=False)
-    heads = load_part(folder, layers=range(0), embedding=False)
+    embeds = load_shard(folder, layers=range(0), head=False)
+    heads = load_shard(folder, layers=range(0), embedding=False)
     assert (embeds.embed_tokens is None, embeds.norm, embeds.lm_head) == (False, None, None)
     assert (heads.embed_tokens is None, heads.lm_head is None) == (name != "tied", name == "tied")
     assert heads.norm is not None
@@ -283,7 +281,7 @@ def test_a_part_fits_where_the_whole_does_not(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("kvant.models.tensors.physical_memory", lambda: tensors.nbytes // 2 + 10**6)
     with pytest.raises(CheckpointError, match="this machine has"):
         load_decoder(folder)
-    assert load_part(folder, share=shares(parsed, 2)[1]).bytes_read < tensors.nbytes // 2 + 10**6
+    assert load_shard(folder, share=shares(parsed, 2)[1]).bytes_read < tensors.nbytes // 2 + 10**6
 
 
 def _adapted(folder: Path, *settings: Any, **changes: Any) -> tuple[Path, Path]:
@@ -303,20 +301,20 @@ def test_an_adapter_of_other_ranks_layers(tmp_path: Path) -> None:
         asked.append(float(x.item()))  # type: ignore[arg-type]
         return mx.array([1.0])
 
-    first = load_part(folder, layers=range(1), adapter=adapter, all_sum=all_sum)
-    last = load_part(
+    first = load_shard(folder, layers=range(1), adapter=adapter, all_sum=all_sum)
+    last = load_shard(
         folder, layers=range(1, 2), embedding=False, head=False, adapter=adapter, all_sum=all_sum
     )
     assert asked == [0.0, 1.0]
     joined = Decoder(replace(first, config=whole.config, layers=(*first.layers, *last.layers)))
     assert mx.array_equal(joined(ids), whole(ids))
     with one_line(CheckpointError, "every lora_a or lora_b is zero"):
-        load_part(folder, layers=range(1), adapter=adapter, all_sum=lambda x: x)
+        load_shard(folder, layers=range(1), adapter=adapter, all_sum=lambda x: x)
 
 
 def test_an_adapters_embedding_changes_the_tied_head_of_another_rank(tmp_path: Path) -> None:
     folder, adapter = _adapted(tmp_path, ["model.embed_tokens"])
-    heads = load_part(folder, layers=range(0), embedding=False, adapter=adapter)
+    heads = load_shard(folder, layers=range(0), embedding=False, adapter=adapter)
     assert heads.embed_tokens is not None
     x = mx.random.normal((1, 128), key=mx.random.key(1))
     assert mx.array_equal(heads.embed_tokens.project(x), load_decoder(folder, adapter=adapter).logits(x))
@@ -330,4 +328,4 @@ def test_a_wrong_tensor_is_refused_before_a_part_is_counted(tmp_path: Path) -> N
         folder / "model.safetensors", {"model.layers.1.mlp.up_proj.weight": mx.zeros((256, 128, 2))}
     )
     with one_line(CheckpointError, r"up_proj.weight has shape .*; expected \(256, 128\)"):
-        load_part(folder, share=share)
+        load_shard(folder, share=share)

@@ -11,7 +11,7 @@ from kvant.files import read_json
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
 from kvant.models.share import Share, TensorSelection, divides_inputs
-from kvant.models.tensors import Part, TensorFiles
+from kvant.models.tensors import Piece, TensorFiles
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapters.safetensors"
@@ -215,15 +215,17 @@ def _read_low_rank(
     rank = settings.rank
     size = config.shape(row)
     *experts, out, width = size
-    is_divided = share.part(config, row, size) is not None
+    is_divided = share.piece(config, row, size) is not None
 
     def read(name: str, shape: Sequence[int], axis: int, *, outputs: bool) -> mx.array:
         """Read a tensor whose ``axis`` runs over the matrix's outputs, or else over its inputs."""
         piece = (
-            Part(axis, (share.range(config, row),)) if is_divided and divides_inputs(row) != outputs else None
+            Piece(axis, (share.range(config, row),))
+            if is_divided and divides_inputs(row) != outputs
+            else None
         )
         return _bounded(
-            f"{path}.{name}", tensors.take(f"{path}.{name}", tuple(shape), part=piece).astype(mx.float32)
+            f"{path}.{name}", tensors.take(f"{path}.{name}", tuple(shape), piece=piece).astype(mx.float32)
         )
 
     magnitude = None

@@ -1,4 +1,4 @@
-"""What every model does with a cache: make it, check it, and run a step. B batch, S new tokens."""
+"""Make and check a model's caches, and run a step with one. B batch, S new tokens."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -21,9 +21,9 @@ from kvant.threads import check_process
 
 
 class CachedModel(CacheMaker, ABC):
-    """The part of a :class:`kvant.models.LanguageModel` that does not depend on who computes its layers."""
+    """The methods of a :class:`kvant.models.LanguageModel` that kvant's and mlx-lm's models share."""
 
-    divided = False  # other ranks hold a part of the model, and of its caches
+    divided = False  # whether other ranks have some of the model and of its caches
     config: LanguageModelConfig
 
     def __init__(self, config: LanguageModelConfig, dtype: mx.Dtype) -> None:
@@ -32,24 +32,24 @@ class CachedModel(CacheMaker, ABC):
         self.identity: Identity | None = None
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """Return the logits of every position, and commit the step.
+        """Return the logits of every position and commit the step.
 
         Args:
-            inputs: (B, S) token ids: S new tokens of each of B sequences.
-            offset: tokens already in the cache: an int if all sequences have as many, or an integer array
-                (B,). It can only confirm the cache's own count, which None takes.
-            cache: from :meth:`make_cache`, or a batch of a pool from :meth:`make_pool`, appended to; None:
-                plain causal attention, nothing kept.
+            inputs: (B, S) token ids, S new tokens of each of B sequences.
+            offset: the number of tokens in the cache: an int for all sequences, or an integer array (B,). It
+                must equal the cache's count, which None stands for.
+            cache: from :meth:`make_cache`, or a batch of a pool from :meth:`make_pool`; the step is appended.
+                None: causal attention without a cache.
 
         Returns:
             (B, S, vocab) in the compute dtype.
 
         Raises:
-            ValueError: an offset that disagrees with the cache, a cache of another model, ids that are not
-                (B, S) or not in the vocabulary.
+            ValueError: the offset is not the cache's, the cache is another model's, or the ids are not (B, S)
+                or not in the vocabulary.
             ContextError: more tokens than the cache has room for.
-            RuntimeError: another thread uses the cache, or this process was forked from one that had loaded a
-                model.
+            RuntimeError: another thread is using the cache, or this process was forked after a model was
+                loaded.
         """
         check_process()
         check_ids(inputs, self.config.vocab_size)
@@ -60,24 +60,22 @@ class CachedModel(CacheMaker, ABC):
         with batch.lock:
             check_offset(offset, batch.lengths)
             outputs = self._outputs(inputs, batch)
-            if threading.active_count() > 1:  # computed while no other thread may write to the cache
+            if threading.active_count() > 1:  # compute before other threads may write to the cache
                 mx.eval(outputs)
             batch.commit()
         return self.logits(outputs)
 
     @abstractmethod
     def _outputs(self, inputs: mx.array, cache: PoolBatch | None) -> mx.array:
-        """Begin a step of (B, S) ids. Return what :meth:`logits` reads of every position, not evaluated.
+        """Begin a step of (B, S) ids; return the input of :meth:`logits` for every position, not evaluated.
 
-        The step is left for ``cache.commit``, and ids are not checked: one outside the vocabulary would be
-        read out of bounds. Without a cache the tokens attend to each other only.
+        The caller commits the step. Ids are not checked: one outside the vocabulary would read out of bounds.
+        Without a cache, tokens attend only to each other.
         """
 
     @abstractmethod
     def logits(self, hidden_states: mx.array) -> mx.array:
-        """Return the logits of positions, given the model's last hidden states, or its logits if its class
-        computes both together.
-        """
+        """Return logits from what :meth:`_outputs` returns: hidden states, or already logits."""
 
     def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         return self.logits(self._outputs(inputs, cache))
@@ -97,18 +95,18 @@ class CachedModel(CacheMaker, ABC):
         self.check_pool(checked.pool)
         theirs = checked.pool.identity
         if None not in (theirs, self.identity) and theirs != self.identity:
-            raise ValueError("the cache holds tokens of another model")
+            raise ValueError("the cache has tokens of another model")
         return checked
 
     @abstractmethod
     def check_pool(self, pool: Pool) -> None:
-        """Raise a ValueError unless a pool, or that of a cache, is for a model with the same layers."""
+        """Raise a ValueError unless a pool is for a model with the same layers."""
 
     def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
         return ModelCache(self._reserved(max_seq_len, options))
 
     def _reserved(self, max_seq_len: int | None, options: CacheOptions) -> Pool:
-        """Reserve the pool of one conversation; ``max_seq_len`` is as in :meth:`make_cache`."""
+        """Reserve a pool for one conversation; see :meth:`make_cache` for ``max_seq_len``."""
         if max_seq_len is None:
             context = self.config.max_position_embeddings
             max_seq_len = min(context or DEFAULT_RESERVATION, DEFAULT_RESERVATION)
@@ -144,6 +142,4 @@ class CachedModel(CacheMaker, ABC):
 
     @abstractmethod
     def _new_pool(self, sizes: Mapping[str, Any], options: CacheOptions, **further: Any) -> Pool:
-        """Reserve a pool of these sizes. ``further``: the arguments of :class:`Pool` that do not depend on
-        the model's layers.
-        """
+        """Reserve a pool. ``further``: arguments of :class:`Pool` that do not depend on the layers."""

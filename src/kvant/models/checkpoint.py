@@ -1,4 +1,4 @@
-"""Files to arrays, safely: safetensors only, every shape and dtype checked before an array is made."""
+"""Load a decoder from safetensors files. Every shape and dtype is checked before an array is created."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,11 +28,11 @@ from kvant.models.matrix import (
 from kvant.models.mlp import MLP, Experts
 from kvant.models.mtp import Head
 from kvant.models.share import Share, TensorSelection, divides_inputs, everything, local_config
-from kvant.models.stacking import joined_part, stored_otherwise, take_stacked
+from kvant.models.stacking import joined_piece, stored_otherwise, take_stacked
 from kvant.models.tensors import DTYPES, FLOATS, Expected, TensorFiles
 from kvant.threads import check_process
 
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; recomputed here
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # written by some exporters; recomputed here
 BLOCK_NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 
 Progress = Callable[[int, int], None]
@@ -46,26 +46,24 @@ def load_decoder(
     unpack: bool = False,
     head: bool = False,
 ) -> Decoder:
-    """Load a model folder: config.json and model.safetensors, or shards, which an index names or their own
-    names.
+    """Load a model folder: config.json and model.safetensors, or shards with or without an index.
 
-    On a GPU activations have the checkpoint's dtype. On a CPU they have float32: it multiplies half precision
-    many times slower. Quantized weights keep their bits; their scales and biases get the dtype of the
+    Activations have the checkpoint's dtype on a GPU and float32 on a CPU, which multiplies half precision
+    many times slower. Quantized weights keep their bits. Their scales and biases have the dtype of
     activations.
 
     Args:
-        progress: called with (layers loaded, layers in all).
+        progress: called with the number of loaded layers and of all layers.
         adapter: the folder of a LoRA or DoRA adapter in mlx-lm's format. It is added to floating-point
-            matrices as they are loaded. Quantized matrices keep their bits, and its low rank stays beside
-            them.
-        unpack: hold quantized matrices, but those of experts, as the floats that their numbers stand for.
-        head: load the head for drafts too.
+            matrices as they are loaded. For quantized matrices its low-rank factors are stored separately.
+        unpack: convert quantized matrices, except those of experts, to floating point.
+        head: also load the head for drafts.
     """
-    parts = load_part(folder, progress=progress, adapter=adapter, unpack=unpack, with_head=head)
+    parts = load_shard(folder, progress=progress, adapter=adapter, unpack=unpack, with_head=head)
     return Decoder(parts) if parts.head is None else HeadedDecoder(parts, parts.head)
 
 
-def load_part(
+def load_shard(
     folder: Path,
     *,
     share: Share | None = None,
@@ -78,31 +76,32 @@ def load_part(
     unpack: bool = False,
     with_head: bool = False,
 ) -> DecoderParts:
-    """Load what one rank has of a model folder, as :func:`load_decoder`; nothing else of it is read.
+    """Load one rank's shard of a model folder, without reading the other tensors; see :func:`load_decoder`.
 
     Args:
-        share: of :func:`kvant.ranks.shares.shares`; None: all of each layer.
+        share: from :func:`kvant.ranks.shares.shares`; None: all of each layer.
         layers: numbers of the rank's layers; None: all.
-        embedding, head: it embeds tokens; it has the output head and the norm before it.
-        all_sum: the sum of an array over all ranks. Every rank calls it as often, and only if there is an
-            adapter.
-        progress: counts the rank's layers.
-        unpack: as of :func:`load_decoder`.
-        with_head: load the head for drafts; only of all layers.
+        embedding: whether the rank embeds tokens.
+        head: whether it has the output head and the norm before it.
+        all_sum: returns the sum of an array over all ranks. It is called only if there is an adapter, and
+            every rank calls it equally often.
+        progress: called with counts of the rank's layers.
+        unpack: see :func:`load_decoder`.
+        with_head: load the head for drafts; needs all layers.
     """
     check_process()
     config, tensors = check_folder(folder, whole=False, head=with_head)
     whole = everything(config)
-    wanted = TensorSelection(
+    selection = TensorSelection(
         share=whole.share if share is None else share,
         layers=whole.layers if layers is None else layers,
         embedding=embedding or (head and config.tie_word_embeddings is True),
         head=head,
         all_sum=all_sum,
     )
-    tensors.check_memory(part_bytes(config, tensors, wanted))
-    adapted = None if adapter is None else Adapter(adapter, config, wanted)
-    builder = _Builder(config, tensors, _compute_dtype(config, tensors), adapted, wanted, unpack)
+    tensors.check_memory(shard_bytes(config, tensors, selection))
+    adapted = None if adapter is None else Adapter(adapter, config, selection)
+    builder = _Builder(config, tensors, _compute_dtype(config, tensors), adapted, selection, unpack)
     builder.check_formats()
     parts = builder.parts(progress or (lambda done, total: None))
     if adapted is not None:
@@ -111,10 +110,9 @@ def load_part(
 
 
 def check_folder(folder: Path, *, whole: bool = True, head: bool = False) -> tuple[ModelConfig, TensorFiles]:
-    """The config and the tensors of a model folder, whose names, shapes and dtypes agree; no tensor has been
-    read.
+    """Return the config and the unread tensors of a model folder after checking names, shapes and dtypes.
 
-    ``whole``: this machine is to have memory for all of it. ``head``: with the head for drafts.
+    ``whole``: also check that all of it fits in memory. ``head``: include the head for drafts.
     """
     config, tensors = open_folder(folder, head=head)
     tensors.check(expected_tensors(config, tensors))
@@ -124,12 +122,12 @@ def check_folder(folder: Path, *, whole: bool = True, head: bool = False) -> tup
 
 
 def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
-    """The shape and dtypes of every tensor that loading reads, of a config that as the tensors show it."""
+    """Return the shape and dtypes of every tensor to load. ``config`` is from :func:`open_folder`."""
     expected: dict[str, tuple[tuple[int, ...], Sequence[str]]] = {}
-    for _, _, own in _stored_parameters(config, tensors):
-        expected |= own
+    for _, _, stored in _stored_parameters(config, tensors):
+        expected |= stored
     head = config.architecture.head.path
-    tied = {f"{head}.{part}" for part in PARTS} if config.tie_word_embeddings else set()
+    tied = {f"{head}.{suffix}" for suffix in PARTS} if config.tie_word_embeddings else set()
     extra = sorted(
         name
         for name in tensors.names - expected.keys() - tied
@@ -141,52 +139,51 @@ def expected_tensors(config: ModelConfig, tensors: TensorFiles) -> Expected:
     return expected
 
 
-def part_bytes(config: ModelConfig, tensors: TensorFiles, wanted: TensorSelection) -> int:
-    """Bytes of the tensors that a rank reads, in files that were checked."""
-    table, share = config.architecture, wanted.share
-    found = {}
-    for row, layer, own in _stored_parameters(config, tensors):
-        if not wanted.has(config, row, layer):
+def shard_bytes(config: ModelConfig, tensors: TensorFiles, selection: TensorSelection) -> int:
+    """Return the bytes of the tensors that a rank reads. The files must have been checked."""
+    table, share = config.architecture, selection.share
+    sizes = {}
+    for row, layer, stored in _stored_parameters(config, tensors):
+        if not selection.has(config, row, layer):
             continue
-        for name, (shape, _) in own.items():
+        for name, (shape, _) in stored.items():
             if row.joined is not None and name.endswith(row.joined):
-                part = joined_part(config, table.of_role(row.role), share)
+                piece = joined_piece(config, table.of_role(row.role), share)
             elif name.endswith(".bias") and not adds_bias(row, share):
                 continue
             else:
-                part = share.part(config, row, shape)
-            found[name] = tensors.part_bytes(name, part)
-    return sum(found.values())
+                piece = share.piece(config, row, shape)
+            sizes[name] = tensors.piece_bytes(name, piece)
+    return sum(sizes.values())
 
 
 def adds_bias(row: Parameter, share: Share) -> bool:
-    """Whether a rank adds a projection's bias: if outputs are a sum over the ranks, the first one does."""
+    """Return whether a rank adds a projection's bias. If ranks sum their outputs, only the first one does."""
     return share.rank == 0 or not divides_inputs(row)
 
 
 def _stored_parameters(
     config: ModelConfig, tensors: TensorFiles
 ) -> Iterator[tuple[Parameter, int | None, Expected]]:
-    """Each parameter's row of the table, its layer (None: it is in none), and its tensors as they are to
-    be stored.
-    """
+    """Yield each parameter's table row, its layer (None: not in a layer), and the expected tensors."""
     tied, head = config.tie_word_embeddings, config.architecture.head
     for path, layer, row in config.parameters():
         if len(row.shape) == 1:
             yield row, layer, {f"{path}.weight": (config.shape(row), FLOATS)}
         elif row != head or not tied:
-            own = stored_otherwise(config, tensors, path, row)
+            stored = stored_otherwise(config, tensors, path, row)
             bias = {f"{path}.bias": (config.shape(row)[:1], FLOATS)} if row.bias in config.biases else {}
             yield (
                 row,
                 layer,
-                {**(_stored(config, tensors, path, config.shape(row)) if own is None else own), **bias},
+                {**(_stored(config, tensors, path, config.shape(row)) if stored is None else stored), **bias},
             )
 
 
 def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[int, ...]) -> Expected:
-    """The tensors of an (out, in) matrix, or of a stack of them: its weight, or quantized weight, scales
-    and biases.
+    """Return the expected tensors of a matrix of this size: a weight, or quantized weight, scales and biases.
+
+    ``size`` is (out, in), or (experts, out, in) for a stack.
     """
     *out, width = size
     if f"{path}.scales" not in tensors:
@@ -204,7 +201,7 @@ def _stored(config: ModelConfig, tensors: TensorFiles, path: str, size: tuple[in
 
 
 class _Builder:
-    """Arrays to layers, by the architecture's table."""
+    """Builds layers from arrays, following the architecture's table."""
 
     def __init__(
         self,
@@ -212,27 +209,27 @@ class _Builder:
         tensors: TensorFiles,
         dtype: mx.Dtype,
         adapter: Adapter | None,
-        wanted: TensorSelection,
+        selection: TensorSelection,
         unpack: bool,
     ) -> None:
         self.config, self.tensors, self.dtype, self.adapter = config, tensors, dtype, adapter
-        self.wanted, self.share = wanted, wanted.share
+        self.selection, self.share = selection, selection.share
         self.unpack = unpack
-        self.local = local_config(config, wanted.share, wanted.layers)
+        self.local = local_config(config, selection.share, selection.layers)
 
     def parts(self, progress: Progress) -> DecoderParts:
-        table, wanted = self.config.architecture, self.wanted
-        has_own_head = wanted.head and not self.config.tie_word_embeddings
-        embed_tokens = self._matrices("", [table.embedding])[0] if wanted.embedding else None
-        lm_head = self._matrices("", [table.head])[0] if has_own_head else None
-        norm = self._norm("", table.final_norm) if wanted.head else None
+        table, selection = self.config.architecture, self.selection
+        has_separate_head = selection.head and not self.config.tie_word_embeddings
+        embed_tokens = self._matrices("", [table.embedding])[0] if selection.embedding else None
+        lm_head = self._matrices("", [table.head])[0] if has_separate_head else None
+        norm = self._norm("", table.final_norm) if selection.head else None
         mx.eval([matrix.arrays for matrix in (embed_tokens, lm_head) if matrix is not None], norm)
         layers = []
-        for index in wanted.layers:
+        for index in selection.layers:
             layer = self._block(index)
-            mx.eval(layer.arrays)  # layer by layer, so that only one is held in two dtypes
+            mx.eval(layer.arrays)  # so that only one layer at a time is in memory in two dtypes
             layers.append(layer)
-            progress(len(layers), len(wanted.layers))
+            progress(len(layers), len(selection.layers))
         return DecoderParts(
             config=self.local,
             dtype=self.dtype,
@@ -241,12 +238,12 @@ class _Builder:
             norm=norm,
             lm_head=lm_head,
             bytes_read=self.tensors.bytes_read,
-            slices=(wanted.layers, range(*wanted.share.keys)),
+            slices=(selection.layers, range(*selection.share.keys)),
             head=self._head(layers[-1]) if self.config.has_head else None,
         )
 
     def check_formats(self) -> None:
-        """Refuse a quantization that MLX does not have on this device, before any matrix is read."""
+        """Raise an error for a quantization that MLX lacks on this device, before any matrix is read."""
         stored = [
             (path, size) for path, size in self.config.matrices().items() if f"{path}.scales" in self.tensors
         ]
@@ -262,7 +259,7 @@ class _Builder:
         norms = {row.role: self._norm(path, row) for role in BLOCK_NORMS for row in table.of_role(role)}
         qkv = self._linear(path, "qkv")
         qkv_bias = None
-        if qkv.bias is not None:  # attention adds it, without the part that a cache leaves out
+        if qkv.bias is not None:  # attention adds it, without what a cache with a split bias leaves out
             qkv_bias = divide_bias(self.local, qkv, qkv.bias, norms["before_attention"])
             qkv = Linear(qkv.matrices)
         head_norm, projection_norms, is_balanced = self._query_key_norms(path)
@@ -308,10 +305,9 @@ class _Builder:
         )
 
     def _query_key_norms(self, path: str) -> tuple[mx.array | None, tuple[mx.array, mx.array] | None, bool]:
-        """The norms of an attention's queries and keys: of each head by itself, or of all of a token's
-        together.
+        """Return the balanced norms of queries and keys, and whether balancing changed them.
 
-        They are balanced; the last result says whether that changed them.
+        The first result is for norms of each head, the second for norms of all of a token's heads together.
         """
         config, table = self.local, self.config.architecture
         rows = [*table.of_role("query_norm"), *table.of_role("key_norm")]
@@ -333,7 +329,7 @@ class _Builder:
 
     def _vector(self, name: str, row: Parameter) -> mx.array:
         shape = self.config.shape(row)[:1]
-        return self.tensors.take(name, shape, part=self.share.part(self.config, row, shape)).astype(
+        return self.tensors.take(name, shape, piece=self.share.piece(self.config, row, shape)).astype(
             self.dtype
         )
 
@@ -344,24 +340,23 @@ class _Builder:
         return Linear(self._matrices(prefix, rows), mx.concatenate(biases) if biases else None)
 
     def _matrices(self, prefix: str, rows: Sequence[Parameter]) -> tuple[Matrix, ...]:
-        """These matrices, or stacks of them, as one if their storage agrees, else one each."""
+        """Return the matrices, or stacks of them, concatenated into one if their formats agree."""
         outputs = {prefix + row.path: self.share.shape(self.config, row)[-2] for row in rows}
         if not any(f"{path}.scales" in self.tensors for path in outputs):
             return (dense_matrix(self._weights(prefix, rows), self.dtype),)
-        parts = [self._one(prefix, row) for row in rows]
-        quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]
-        if len(quantized) == len(parts) and len({part.quantization for part in quantized}) == 1:
+        matrices = [self._one(prefix, row) for row in rows]
+        quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+        if len(quantized) == len(matrices) and len({matrix.quantization for matrix in quantized}) == 1:
             return (self._adapted(quantized_matrix(quantized), outputs),)
-        if self.unpack and self.adapter is None and all(part.weight.ndim == 2 for part in parts):
-            return (joined_matrix(parts, self.dtype),)
+        if self.unpack and self.adapter is None and all(matrix.weight.ndim == 2 for matrix in matrices):
+            return (joined_matrix(matrices, self.dtype),)
         return tuple(
-            self._adapted(part, {path: outputs[path]}) for part, path in zip(parts, outputs, strict=True)
+            self._adapted(matrix, {path: outputs[path]})
+            for matrix, path in zip(matrices, outputs, strict=True)
         )
 
     def _weights(self, prefix: str, rows: Sequence[Parameter]) -> list[mx.array]:
-        """Floating-point (out, in) matrices, or stacks of them, with the part that an adapter adds to
-        each.
-        """
+        """Return floating-point (out, in) matrices, or stacks of them, with the adapter fused."""
         weights = take_stacked(self.config, self.tensors, prefix, rows, self.share)
         if self.adapter is None:
             return weights
@@ -369,9 +364,7 @@ class _Builder:
         return [self.adapter.fuse(*one, self.dtype) for one in zip(paths, weights, strict=True)]
 
     def _adapted(self, matrix: DenseMatrix | QuantizedMatrix, outputs: dict[str, int]) -> Matrix:
-        """A quantized matrix, of the matrices at these paths side by side, with the part that an adapter
-        adds.
-        """
+        """Return a matrix with an adapter's factors. ``outputs``: the rows of each of its paths, in order."""
         if self.unpack and isinstance(matrix, QuantizedMatrix) and matrix.weight.ndim == 2:
             matrix = joined_matrix([matrix], self.dtype)
         factors = None if self.adapter is None else self.adapter.take(outputs, self.dtype)
@@ -384,7 +377,7 @@ class _Builder:
         if len(stored) == 1 or quantization is None:
             return dense_matrix(self._weights(prefix, [row]), self.dtype)
         weight, *others = (
-            self.tensors.take(name, shape, dtypes, self.share.part(self.config, row, shape))
+            self.tensors.take(name, shape, dtypes, self.share.piece(self.config, row, shape))
             for name, (shape, dtypes) in stored.items()
         )
         if quantization.has_biases:

@@ -26,7 +26,7 @@ _EXPERTS = {
 class ModelConfig:
     """A decoder's config.json. Sizes count elements."""
 
-    architecture: Architecture  # its table of parameters, and the defaults of this config
+    architecture: Architecture  # the table of parameters, and defaults
     hidden_size: int
     num_hidden_layers: int
     intermediate_size: int
@@ -34,25 +34,25 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    # the context limit in tokens; None: a cache's reservation is the only one
+    # the context limit in tokens; None: only a cache's reservation limits it
     max_position_embeddings: int | None
     rms_norm_eps: float
     rope: Rope
-    tie_word_embeddings: bool | None  # None: not said; then the head is tied if no lm_head is stored
-    biases: frozenset[str]  # the flags of parameters, such as "attention_bias", that are on
-    rotates: tuple[bool, ...]  # whether each layer turns its queries and keys to their positions
-    # of each layer, the last tokens that a query sees, its own included; None: all
+    tie_word_embeddings: bool | None  # None: not set; tied if no lm_head is stored
+    biases: frozenset[str]  # flags that are on, such as "attention_bias"
+    rotates: tuple[bool, ...]  # whether each layer rotates queries and keys (RoPE)
+    # each layer's window: the number of last tokens a query sees, including its own; None: all
     windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...] = ()
-    quantization: Quantization | None = None  # of every matrix; None: floating point
-    # module path -> its own quantization, or None if it was left in floating point
+    quantization: Quantization | None = None  # the default of all matrices; None: floating point
+    # module path -> its quantization if it differs; None: floating point
     quantization_overrides: Mapping[str, Quantization | None] = field(default_factory=dict)
-    experts: ExpertSettings | None = None  # of its layers; None: the model is dense
-    has_head: bool = False  # the last of its layers is that of a head for drafts
+    experts: ExpertSettings | None = None  # None: the model is dense
+    has_head: bool = False  # whether the last layer belongs to a head for drafts
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Read ``config.json``, and the end-of-text tokens of ``generation_config.json``, which win."""
+        """Read ``config.json``; end-of-text tokens of ``generation_config.json`` override its own."""
         raw = read_json(folder / "config.json")
         try:
             config = cls.from_dict(raw)
@@ -63,15 +63,15 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
-        """Validate a config.json already parsed."""
+        """Validate a parsed config.json."""
         check_lengths(raw)
         architecture = _architecture(raw)
         _refuse_unsupported(raw, architecture)
         heads = size(raw, "num_attention_heads")
         hidden = size(raw, "hidden_size")
         layers = size(raw, "num_hidden_layers", limit=4096)
-        # A key that is null does not take the default of one that is missing: kv heads are then as many as
-        # heads.
+        # If the key is null, there are as many kv heads as heads; the architecture's default is only for a
+        # missing key.
         default_kv_heads = None if "num_key_value_heads" in raw else architecture.num_key_value_heads
         kv_heads = size(raw, "num_key_value_heads", default=default_kv_heads or heads)
         if heads % kv_heads:
@@ -82,8 +82,8 @@ class ModelConfig:
         head_dim = _head_dim(raw, architecture, hidden, heads)
         positions = size(raw, "max_position_embeddings", default=architecture.max_position_embeddings)
         rope = read_rope(raw, head_dim, positions, architecture.rope_theta)
-        said = raw.get("max_position_embeddings") is not None
-        has_limit = said or architecture.context_default or rope.kind == "dynamic"
+        is_set = raw.get("max_position_embeddings") is not None
+        has_limit = is_set or architecture.context_default or rope.kind == "dynamic"
         biases = _biases(raw, architecture)
         rotates = architecture.rotates(raw, layers)
         if "attention_bias" in biases and not all(rotates):
@@ -119,15 +119,15 @@ class ModelConfig:
 
     @property
     def attention_bias(self) -> bool:
-        """Whether q, k and v are projected with a bias."""
+        """Return whether q, k and v are projected with a bias."""
         return "attention_bias" in self.biases
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer has experts in place of one MLP."""
+        """Return whether the layer has experts instead of one MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """The shape of a parameter of the architecture, with this model's sizes."""
+        """Return the shape of one of the architecture's parameters in this model."""
         sizes = {
             "hidden": self.hidden_size,
             "hidden_twice": 2 * self.hidden_size,
@@ -142,9 +142,7 @@ class ModelConfig:
         return tuple(sizes[name] for name in parameter.shape)
 
     def parameters(self) -> Iterator[tuple[str, int | None, Parameter]]:
-        """Path, layer and row of the table of each parameter, in the order of the model; layer None: it is
-        in none.
-        """
+        """Yield each parameter's path, layer (None: not in a layer) and table row, in the model's order."""
         table = self.architecture
         yield table.embedding.path, None, table.embedding
         for layer in range(self.num_hidden_layers):
@@ -156,26 +154,24 @@ class ModelConfig:
         yield table.head.path, None, table.head
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Each matrix's module path and (outputs, inputs): those stored as ``path.weight``, quantized or not.
+        """Return the (outputs, inputs) of each matrix by its module path, stored as ``path.weight``.
 
-        One for each expert is (experts, outputs, inputs); :mod:`kvant.models.stacking` has the other ways to
-        store them. The output head is among them even if it is tied: a tied checkpoint may still carry it.
+        Experts' matrices have (experts, outputs, inputs); :mod:`kvant.models.stacking` handles other storage.
+        The output head is included even if it is tied, because a tied checkpoint may still contain it.
         """
         shapes = ((path, self.shape(row)) for path, _, row in self.parameters())
         return {path: shape for path, shape in shapes if len(shape) > 1}
 
     @property
     def head_paths(self) -> frozenset[str]:
-        """The module paths of the head for drafts; empty: there is none."""
+        """Return the module paths of the head for drafts; empty if there is none."""
         last = self.num_hidden_layers - 1
         if not self.has_head:
             return frozenset()
         return frozenset(path for path, layer, _ in self.parameters() if layer == last)
 
     def quantization_of(self, path: str) -> Quantization | None:
-        """The quantization of the module at ``path``, such as ``model.layers.0.mlp.up_proj``; None:
-        floating point.
-        """
+        """Return the quantization of a module, such as ``model.layers.0.mlp.up_proj``; None: floats."""
         return self.quantization_overrides.get(path, self.quantization)
 
 
@@ -184,12 +180,12 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
     names = strings(raw, "architectures")
     types = {architecture.name: kind for kind, architecture in ARCHITECTURES.items()}
     supported = ", ".join(types)
-    # What transformers saves without the output head: an embedding model.
+    # Transformers saves embedding models without the output head under these names.
     types |= {name.replace("ForCausalLM", "Model"): kind for name, kind in types.items()}
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES or any(name not in types for name in names):
-        given = ", ".join(names)[:80] or f"model_type {shown(kind)}"
-        raise ModelError(f"config.json: architecture {given} is not supported; supported: {supported}")
+        shown_name = ", ".join(names)[:80] or f"model_type {shown(kind)}"
+        raise ModelError(f"config.json: architecture {shown_name} is not supported; supported: {supported}")
     for name in names:
         if types[name] != kind:
             raise ModelError(
@@ -199,7 +195,7 @@ def _architecture(raw: Mapping[str, Any]) -> Architecture:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture) -> None:
-    """Refuse settings that would change the computation and are not implemented; none is ignored silently."""
+    """Raise an error for settings that would change the computation and are not implemented."""
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"config.json: hidden_act is {shown(raw['hidden_act'])}; expected 'silu'")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
@@ -218,11 +214,11 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture) -> N
 
 
 def _biases(raw: Mapping[str, Any], architecture: Architecture) -> frozenset[str]:
-    """The flags of biases that are on. config.json cannot turn off one that always is."""
-    said = {key for key in ("attention_bias", "mlp_bias") if flag(raw, key)}
-    for key in sorted(said - {*architecture.biases, *architecture.optional_biases}):
+    """Return the bias flags that are on. config.json cannot turn off those of the architecture."""
+    enabled = {key for key in ("attention_bias", "mlp_bias") if flag(raw, key)}
+    for key in sorted(enabled - {*architecture.biases, *architecture.optional_biases}):
         raise ModelError(f"config.json: {key} is true; supported for {architecture.model_type}: false")
-    return frozenset(said.union(architecture.biases))
+    return frozenset(enabled.union(architecture.biases))
 
 
 def _head_dim(raw: Mapping[str, Any], architecture: Architecture, hidden: int, heads: int) -> int:
@@ -240,7 +236,7 @@ def _head_dim(raw: Mapping[str, Any], architecture: Architecture, hidden: int, h
 
 
 def _windows(raw: Mapping[str, Any], architecture: Architecture, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer."""
+    """Return the window of each layer."""
     types = strings(raw, "layer_types")
     for layer_type in types:
         if layer_type not in ("full_attention", "sliding_attention"):

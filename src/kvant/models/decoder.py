@@ -1,4 +1,4 @@
-"""The block stack: token ids in, logits out. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
+"""The decoder, a stack of blocks. B batch, S new tokens, H query heads, K kv heads, D head_dim."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from kvant.operators.rotary import Rotate
 from kvant.threads import check_process
 
 Pair = tuple[mx.array, mx.array]
-Caches = Iterable[AttentionCache | None]  # what each layer attends through
+Caches = Iterable[AttentionCache | None]  # of each layer; None: attend to the new tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +38,16 @@ class Attention:
     config: ModelConfig
     qkv_proj: Linear
     qkv_bias: ProjectionBias | None
-    head_norm: mx.array | None  # (H + K, 1, D) weights of an RMSNorm of each query and key head by itself
-    # (H D,) and (K D,), of an RMSNorm of a token's queries together, and of its keys
+    head_norm: mx.array | None  # (H + K, 1, D), the RMSNorm weights of single query and key heads
+    # (H D,) and (K D,), the RMSNorm weights of all query heads together, and of all key heads
     projection_norms: Pair | None
     o_proj: Linear
-    rotates: bool  # queries and keys turn to their positions
-    window: int | None  # the last tokens that a query sees, its own included; None: it sees all
-    is_balanced: bool  # the norms are :func:`kvant.models.key_norms.balance_norms`'
+    rotates: bool  # whether queries and keys are rotated (RoPE)
+    window: int | None  # number of last tokens that a query sees, including its own; None: all
+    is_balanced: bool  # whether :func:`kvant.models.key_norms.balance_norms` changed the norms
 
     def __call__(self, x: mx.array, rotate: Rotate, cache: AttentionCache | None) -> mx.array:
-        """(B, S, hidden) -> (B, S, hidden); ``rotate`` turns heads to their positions."""
+        """(B, S, hidden) -> (B, S, hidden). ``rotate`` applies rotary positions."""
         config = self.config
         B, S, _ = x.shape
         H, K, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -61,9 +61,9 @@ class Attention:
         # (B, S, (H + 2K) D) -> (B, S, H + 2K, D) -> (B, H + 2K, S, D)
         qkv = qkv.reshape(B, S, H + 2 * K, D).transpose(0, 2, 1, 3)
         query_key = qkv[:, : H + K]
-        if self.head_norm is not None:  # one pass for both, then each head's own weight
+        if self.head_norm is not None:  # normalize queries and keys in one pass
             query_key = mx.fast.rms_norm(query_key, None, config.rms_norm_eps) * self.head_norm
-        if self.rotates:  # queries and keys turn by the same angles: one call for both
+        if self.rotates:  # the same angles for both, so one call
             query_key = rotate(query_key)
         query_key = transform.query_key(query_key, H)
         query, key, value = query_key[:, :H], query_key[:, H:], transform.values(qkv[:, H + K :])
@@ -75,19 +75,19 @@ class Attention:
         return self.o_proj(output.transpose(0, 2, 1, 3).reshape(B, S, H * D))  # (B, H, S, D) -> (B, S, H D)
 
     def _normalized(self, query: mx.array, key: mx.array, weights: Pair) -> Pair:
-        """Queries (B, S, H D) and keys (B, S, K D), those of a token together."""
+        """Normalize queries (B, S, H D) and keys (B, S, K D), each over all heads of a token."""
         eps = self.config.rms_norm_eps
         return rms_norm(query, weights[0], eps), rms_norm(key, weights[1], eps)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One layer: attention, and an MLP or experts, each added to the stream."""
+    """One layer: attention, then an MLP or experts, each added to the hidden states."""
 
     self_attn: Attention
     mlp: MLP | Experts
-    # The RMSNorms it has, (hidden,), by their role in the architecture's table: ``before_attention``,
-    # ``after_attention`` (before it is added), ``before_mlp`` and ``after_mlp``.
+    # RMSNorm weights (hidden,) by role: ``before_attention``, ``after_attention`` (before the addition),
+    # ``before_mlp`` and ``after_mlp``. A layer has some of them.
     norms: Mapping[str, mx.array]
     rms_norm_eps: float
 
@@ -99,16 +99,15 @@ class Block:
         return x + self._norm(fed, "after_mlp")
 
     def append(self, x: mx.array, rotate: Rotate, cache: AttentionCache) -> None:
-        """Write the keys and values of (B, S, hidden) to the cache. The layer's output is not computed, or on
-        a CPU that attends at once only that of its attention.
+        """Write the keys and values of (B, S, hidden) to the cache.
+
+        The output is never evaluated, except that attention on a CPU may compute its output immediately.
         """
         self.self_attn(self._norm(x, "before_attention"), rotate, cache)
 
-    def _summed(self, part: mx.array) -> mx.array:
-        """What is added to the stream, of attention or MLP; a rank's part of a layer gives an addend of
-        it.
-        """
-        return part
+    def _summed(self, output: mx.array) -> mx.array:
+        """Return the complete output of attention or MLP, which ranks have to sum."""
+        return output
 
     def _norm(self, x: mx.array, role: str) -> mx.array:
         weight = self.norms.get(role)
@@ -116,7 +115,7 @@ class Block:
 
     @property
     def linears(self) -> list[Linear]:
-        """Its projections, but a router's."""
+        """Return the projections, except a router's."""
         attention = self.self_attn
         return [attention.qkv_proj, attention.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj]
 
@@ -124,7 +123,7 @@ class Block:
     def arrays(self) -> list[mx.array]:
         attention = self.self_attn
         return [
-            *(a for part in (attention.qkv_proj, attention.o_proj, self.mlp) for a in part.arrays),
+            *(a for module in (attention.qkv_proj, attention.o_proj, self.mlp) for a in module.arrays),
             *([] if attention.qkv_bias is None else attention.qkv_bias.arrays),
             *([] if attention.head_norm is None else [attention.head_norm]),
             *(attention.projection_norms or ()),
@@ -134,29 +133,29 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """What a decoder is made of; a rank's may lack some."""
+    """The arguments of a decoder. Those of a rank may lack some."""
 
-    config: ModelConfig  # of the rank's model: its layers, heads and features
+    config: ModelConfig  # with the rank's layers, heads and features
     dtype: mx.Dtype  # of activations
-    # None: the rank neither embeds tokens nor has a head that is tied to the embedding
+    # None: the rank needs no embedding, neither for tokens nor as a tied head
     embed_tokens: Matrix | None
     layers: tuple[Block, ...]
-    norm: mx.array | None  # before the output head; None: another rank has both
-    lm_head: Matrix | None  # None: tied to the embedding, or another rank's
+    norm: mx.array | None  # before the output head; None: another rank has the norm and the head
+    lm_head: Matrix | None  # None: tied to the embedding, or on another rank
     bytes_read: int  # of the model's tensors
-    slices: tuple[range, range]  # numbers of the layers and of the key and value heads in the whole model
+    slices: tuple[range, range]  # numbers of its layers and kv heads in the whole model
     head: Head | None = None  # for drafts; its layer is the last one
 
 
 class Decoder(CachedModel):
     """A :class:`kvant.models.LanguageModel` of one of :data:`kvant.models.architectures.ARCHITECTURES`."""
 
-    all_windows: Sequence[int | None] = ()  # of the whole model's layers, if these are a rank's alone
+    all_windows: Sequence[int | None] = ()  # of the whole model, if this is a rank's stage of it
     config: ModelConfig
     feeds_last_token_separately = False
 
     def __init__(self, parts: DecoderParts) -> None:
-        """``parts``: with both ends of the model."""
+        """``parts`` must include the embedding and the final norm."""
         assert parts.embed_tokens is not None
         assert parts.norm is not None
         super().__init__(parts.config, parts.dtype)
@@ -168,10 +167,10 @@ class Decoder(CachedModel):
         self._lm_head = parts.lm_head
 
     def hidden_states(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """The normalized stream after the last layer, (B, S, hidden): what :meth:`logits` reads.
+        """Return the normalized hidden states (B, S, hidden) after the last layer, for :meth:`logits`.
 
-        As :meth:`__call__`, but the step is left for ``cache.commit``, and ids are not looked at: one outside
-        the vocabulary would be read out of bounds.
+        Unlike :meth:`__call__`, this does not commit the step or check ids: one outside the vocabulary would
+        read out of bounds.
         """
         check_shape(inputs)
         if offset is not None:
@@ -182,24 +181,23 @@ class Decoder(CachedModel):
         return self.hidden_states(inputs, cache=cache)
 
     def begin(self, inputs: mx.array, cache: Cached) -> tuple[int | mx.array, Caches]:
-        """Begin a step, as :meth:`hidden_states` does. Returns what :meth:`states` takes beside the ids."""
+        """Begin a step; return the ``start`` and ``caches`` for :meth:`states`."""
         if cache is None:
             return 0, [None] * len(self.layers)
         batch = cache if isinstance(cache, PoolBatch) else self._batch(cache)
-        if batch.pool.made_for is not self.config:  # else this model made it
+        if batch.pool.made_for is not self.config:  # otherwise this model made it
             self.check_pool(batch.pool)
         lengths = batch.begin(inputs)
-        # In a shared pool it is always an array: a token's logits must not depend on the lengths of other
-        # sequences.
+        # Always an array in a shared pool: a token's logits must not depend on other sequences' lengths.
         return lengths[0] if batch.pool.single else mx.array(lengths), batch
 
     def states(self, inputs: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
-        """:meth:`hidden_states` through anything that attends.
+        """Return the hidden states as :meth:`hidden_states`, with any kind of cache.
 
         Args:
             inputs: (B, S) token ids.
             start: position of the first new token: an int for all sequences, or an integer array (B,).
-            caches: what each layer attends through; None: the tokens themselves.
+            caches: one for each layer; None: its tokens attend to each other only.
         """
         check_process()
         rows = caches.embeddings if isinstance(caches, PoolBatch) else None
@@ -207,9 +205,7 @@ class Decoder(CachedModel):
         return rms_norm(self.through_layers(x, start, caches), self._norm, self.config.rms_norm_eps)
 
     def through_layers(self, x: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
-        """The stream (B, S, hidden) after all layers, from that before them; arguments as those of
-        :meth:`states`.
-        """
+        """Pass hidden states ``x`` (B, S, hidden) through all layers; see :meth:`states`."""
         rotate = self._rotary.at(start, x.shape[1], self.dtype)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, rotate, cache)
@@ -221,16 +217,17 @@ class Decoder(CachedModel):
         if len(formats) != len(self.layers):
             raise ValueError(f"the {name} has {len(formats)} layers; expected {len(self.layers)}")
         expected = (self.config.num_key_value_heads, self.config.head_dim)
-        for number, (own, window) in enumerate(zip(formats, self.config.windows, strict=True)):
-            given = (own.num_kv_heads, own.head_dim)
-            if given != expected:
+        for number, (layer_format, window) in enumerate(zip(formats, self.config.windows, strict=True)):
+            sizes = (layer_format.num_kv_heads, layer_format.head_dim)
+            if sizes != expected:
                 raise ValueError(
-                    f"layer {number} of the {name} has kv heads and a head_dim of {given}; "
+                    f"layer {number} of the {name} has kv heads and a head_dim of {sizes}; "
                     f"expected {expected}"
                 )
-            if own.window != narrow_window(window, pool.max_seq_len):
+            if layer_format.window != narrow_window(window, pool.max_seq_len):
                 raise ValueError(
-                    f"layer {number} of the {name} has a window of {own.window}; the model's has {window}"
+                    f"layer {number} of the {name} has a window of {layer_format.window}; "
+                    f"the model's has {window}"
                 )
 
     def _new_pool(self, sizes: Mapping[str, Any], options: CacheOptions, **further: Any) -> Pool:
@@ -300,7 +297,7 @@ class Decoder(CachedModel):
 
     @property
     def nbytes_read(self) -> int:
-        # Of a table that only embeds next to nothing is read, and few of the experts.
+        # A step reads hardly any of an untied embedding, and only some of the experts.
         embedding = 0 if self._lm_head is None else sum(a.nbytes for a in self._embed_tokens.arrays)
         idle = sum(layer.mlp.nbytes_idle for layer in self.layers if isinstance(layer.mlp, Experts))
         return self.nbytes - embedding - idle

@@ -1,4 +1,4 @@
-"""A decoder that drafts with a head of its own."""
+"""A decoder that drafts with its head for multi-token prediction."""
 
 import mlx.core as mx
 
@@ -9,16 +9,16 @@ from kvant.operators.normalization import rms_norm
 
 
 class HeadedDecoder(HeadedModel, Decoder):
-    """A decoder whose last layer is its head's."""
+    """A decoder whose last layer belongs to its head."""
 
     def __init__(self, parts: DecoderParts, head: Head) -> None:
         super().__init__(parts)
         self._head = head
 
     def states(self, inputs: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
-        """As :meth:`Decoder.states`; the head's rows of the tokens are written too."""
+        """Return the hidden states as :meth:`Decoder.states`; also write the tokens' rows of the head."""
         hidden = super().states(inputs, start, caches)
-        if not isinstance(caches, PoolBatch):  # nothing is kept
+        if not isinstance(caches, PoolBatch):  # nothing is cached
             return hidden
         before = mx.concatenate([self.hidden_before_of(caches), hidden[:, :-1]], axis=1)
         rows = caches.embeddings
@@ -33,7 +33,7 @@ class HeadedDecoder(HeadedModel, Decoder):
 
     def through_layers(self, x: mx.array, start: int | mx.array, caches: Caches) -> mx.array:
         rotate = self._rotary.at(start, x.shape[1], self.dtype)
-        for layer, cache in zip(self.layers[:-1], caches, strict=False):  # the last one is the head's
+        for layer, cache in zip(self.layers[:-1], caches, strict=False):  # without the head's
             x = layer(x, rotate, cache)
         return x
 

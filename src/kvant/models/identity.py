@@ -1,4 +1,4 @@
-"""Digests that tell a model's and a tokenizer's files from others'. They cover every byte."""
+"""Compute digests that identify a model and a tokenizer. They cover every byte of the files."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
 def identify(folder: Path, adapter: Path | None = None, *, head: bool = False) -> Identity:
-    """Return the identity of a model folder: its config.json, tokenizer.json and weights, and an adapter's
-    files. ``head``: with the head for drafts.
+    """Return the identity of a model folder: config.json, tokenizer.json, weights, and an adapter's files.
 
-    Call it before the weights are loaded. They are hashed when the model's digest is first read, unless
-    :mod:`kvant.digests` remembers them; that raises a CheckpointError if a file was changed since this call.
+    Call it before loading the weights. They are hashed when the model's digest is first read, unless
+    :mod:`kvant.digests` remembers them. That raises a CheckpointError if a file changed since this call.
+    ``head``: include the head for drafts.
 
     Raises:
         ModelError: tokenizer.json or the index of the weights cannot be read.
@@ -33,11 +33,11 @@ def identify(folder: Path, adapter: Path | None = None, *, head: bool = False) -
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """Of a folder's tokenizer.json; 64 hexadecimal digits."""
+    """Return the digest of a folder's tokenizer.json, 64 hexadecimal digits."""
     return hashlib.sha256(read_bytes(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)).hexdigest()
 
 
 def _digest(files: Mapping[Path, FileState]) -> str:
-    """The digest of files' names and contents, in order."""
+    """Return the digest of the files' names and contents, in order."""
     listed = [[path.name, file_sha256(path, state)] for path, state in files.items()]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()

@@ -1,6 +1,4 @@
-"""What the engine, the tools and the commands know of a model: :class:`kvant.models.Decoder`, or a bridged
-one.
-"""
+"""The interface of models, kvant's :class:`kvant.models.Decoder` and mlx-lm's, to the rest of kvant."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,27 +16,27 @@ from kvant.models.inputs import Cached, Offset
 
 
 class LanguageModelConfig(Protocol):
-    """The facts of a model that are asked for after it is loaded."""
+    """The facts of a model that are needed after it is loaded."""
 
     @property
     def model_type(self) -> str:
-        """The architecture's name in config.json."""
+        """Return the architecture's name in config.json."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens the model knows: ids are 0 to vocab_size - 1."""
+        """Return the number of tokens that the model knows; ids are 0 to vocab_size - 1."""
 
     @property
     def max_position_embeddings(self) -> int | None:
-        """The context limit in tokens; None: none is known, and a cache's reservation is the only limit."""
+        """Return the context limit in tokens; None: unknown, so only a cache's reservation limits it."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-text tokens of the folder."""
+        """Return the end-of-text tokens of the model's folder."""
 
 
 class CacheMaker(Protocol):
-    """The caches of a model: by keywords for users, with one object of options inside kvant."""
+    """Makes a model's caches: from keywords for users, from a CacheOptions inside kvant."""
 
     def make_cache(
         self,
@@ -52,19 +50,20 @@ class CacheMaker(Protocol):
         kv_format: KVFormat | str | Path | None = None,
         kv_tail: bool | None = None,
     ) -> ModelCache:
-        """Reserve a cache for ``max_seq_len`` tokens of a sequence.
+        """Reserve a cache for a sequence.
 
         Args:
-            max_seq_len: the reservation; None, as mlx-lm calls it: the model's context, at most 4,096 tokens.
+            max_seq_len: the number of tokens to reserve; None, as mlx-lm passes: the model's context, but at
+                most 4,096 tokens.
             kv_bits, kv_group_size, bias_split, kernels, checkpoints, kv_format, kv_tail: see
-                :meth:`kvant.cache.CacheOptions.from_keywords`. The default is 8 bits in groups of 32; at 0
-                bits keys and values keep the compute dtype.
+                :meth:`kvant.cache.CacheOptions.from_keywords`. The default is 8 bits in groups of 32; with
+                0 bits, keys and values keep the compute dtype.
 
         Raises:
-            ValueError: a size below 1, an unsupported bit, a group that does not divide the head dimension, a
-                kernel forced that cannot be used.
-            RuntimeError: a forced kernel that fails on this device when it is tried.
-            ContextError: more than this machine's memory; nothing was allocated.
+            ValueError: a size is below 1, the number of bits is not supported, the group does not divide the
+                head dimension, or a forced kernel cannot be used.
+            RuntimeError: a forced kernel fails when it is tried on this device.
+            ContextError: the cache does not fit this machine's memory; nothing was allocated.
         """
         options = CacheOptions.from_keywords(
             kv_bits=kv_bits,
@@ -78,15 +77,15 @@ class CacheMaker(Protocol):
         return self.reserve_cache(max_seq_len, options)
 
     def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> ModelCache:
-        """Reserve a cache stored with these options; see :meth:`make_cache`."""
+        """Reserve a cache with these options; see :meth:`make_cache`."""
 
 
 class LanguageModel(CacheMaker, Protocol):
-    """Token ids in, logits out, through a cache. B batch, S new tokens.
+    """A model that computes logits from token ids, with a cache. B batch, S new tokens.
 
     Attributes:
-        identity: digests of the files it was loaded from, for the snapshots of its caches; None: not known.
-        divided: other ranks hold a part of the caches that it makes: these are not saved, loaded or forked.
+        identity: digests of the model's files, stored with its caches; None: unknown.
+        divided: whether other ranks have some of its caches, which then cannot be saved, loaded or forked.
     """
 
     identity: Identity | None
@@ -94,72 +93,70 @@ class LanguageModel(CacheMaker, Protocol):
 
     @property
     def config(self) -> LanguageModelConfig:
-        """Its facts."""
+        """Return the model's facts."""
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype activations are computed in."""
+        """Return the dtype of activations."""
 
     @property
     def embedding_size(self) -> int | None:
-        """The width of embeddings that it takes in place of ids; None: it takes none."""
+        """Return the width of embeddings that it accepts instead of ids; None: it accepts none."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights as they are held."""
+        """Return the bytes of the loaded weights."""
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes of the weights that a step of one token reads."""
+        """Return the bytes of the weights that a step of one token reads."""
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Every weight array."""
+        """Return every weight array."""
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether a step is computed while its graph is built: then nothing is gained by building two at a
-        time.
-        """
+        """Return whether a step is computed while its graph is built, so that lookahead gains nothing."""
 
     @property
     def feeds_last_token_separately(self) -> bool:
-        """Whether a prompt's last token is to be a step of its own.
+        """Return whether to feed a prompt's last token in a separate step.
 
-        Such a model computes the logits of every position it is given, and only those of the last are read.
+        This is for models that always compute the logits of every position, of which only the last is needed.
         """
 
     def __call__(self, inputs: mx.array, offset: Offset = None, cache: Cached = None) -> mx.array:
-        """Logits (B, S, vocab) of every position of (B, S) ids. The step is committed; see
-        :meth:`kvant.models.cached_model.CachedModel.__call__`.
+        """Return the logits (B, S, vocab) of (B, S) ids and commit the step.
+
+        See :meth:`kvant.models.cached_model.CachedModel.__call__`.
         """
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
-        """Begin a step of (B, S) ids whose logits nobody reads. Evaluating the arrays computes it.
+        """Begin a step of (B, S) ids without logits; return arrays whose evaluation computes it.
 
-        As :meth:`next_logits`, the step is left for ``cache.commit``, and ids are not looked at.
+        As in the following methods, the caller commits the step, and ids are not checked.
         """
 
     def next_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        """Begin a step of (B, S) ids. Returns the logits (B, vocab) of the last position, not evaluated."""
+        """Begin a step of (B, S) ids; return the logits (B, vocab) of the last position, not evaluated."""
 
     def every_logits(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        """Begin a step of (B, S) ids. Returns the logits (B, S, vocab) of every position, not evaluated."""
+        """Begin a step of (B, S) ids; return the logits (B, S, vocab) of every position, not evaluated."""
 
     def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
-        """Begin a step of (B, S) ids. Returns what the output head reads of every position, the normalized
-        hidden states (B, S, hidden), not evaluated.
+        """Begin a step of (B, S) ids; return the input (B, S, hidden) of the output head, not evaluated.
 
         Raises:
-            ModelError: a model of mlx-lm's whose output head is not found.
+            ModelError: the output head of an mlx-lm model is not found.
         """
 
     def check_cache(self, cache: Sequence[KVCache]) -> ModelCache:
-        """The cache, or one made of a list of layers or of a file.
+        """Return the cache after checking it. A list of its layers or a prompt cache file is accepted too.
 
         Raises:
-            ValueError: another model's.
-            SnapshotError: a file of another model.
+            ValueError: the cache is another model's.
+            SnapshotError: the file is another model's.
         """
 
     def make_pool(
@@ -171,29 +168,27 @@ class LanguageModel(CacheMaker, Protocol):
         prefill_step_size: int = 512,
         options: CacheOptions = DEFAULT_OPTIONS,
     ) -> Pool:
-        """Reserve a pool for many sequences; at 0 bits they keep the compute dtype.
+        """Reserve a pool for many sequences.
 
         Args:
-            tokens: of all sequences together. Whole pages of 128 are made of them, and a page is one
-                sequence's.
-            sequences: that can be open at once.
-            max_seq_len: tokens that one sequence can have; None: all of the pool's, at most the model's
-                context.
-            prefill_step_size: new tokens of one sequence in a step, at most.
-            options: how they are stored.
+            tokens: the capacity for all sequences, in whole pages of 128 tokens. Sequences share only
+                full pages.
+            sequences: the maximum number of open sequences.
+            max_seq_len: the maximum length of a sequence in tokens; None: the pool's capacity, but at most
+                the model's context.
+            prefill_step_size: the maximum number of new tokens of a sequence in a step.
+            options: the storage format; with 0 bits, keys and values keep the compute dtype.
 
         Raises:
-            ModelError: the model takes one sequence at a time; nothing was reserved.
-            ValueError: a size below 1, a cache format that the model cannot have, a kernel forced that cannot
-                be used.
-            RuntimeError: a forced kernel that fails on this device when it is tried.
-            ContextError: more than this machine's memory; nothing was allocated.
+            ModelError: the model supports only one sequence at a time; nothing was reserved.
+            ValueError: a size is below 1, the model does not support the format, or a forced kernel cannot be
+                used.
+            RuntimeError: a forced kernel fails when it is tried on this device.
+            ContextError: the pool does not fit this machine's memory; nothing was allocated.
         """
 
 
 def context_limit(model: LanguageModel, reserved: int | None) -> int | None:
-    """Tokens that a sequence can have: of the model's context and a cache's reservation the smaller; None:
-    any.
-    """
+    """Return the smaller of the model's context and a reservation, in tokens; None: there is no limit."""
     limits = [limit for limit in (model.config.max_position_embeddings, reserved) if limit is not None]
     return min(limits, default=None)

@@ -1,14 +1,14 @@
-"""Heads for multi-token prediction (MTP), from which a model drafts: of the token after the next one.
+"""Draft with a head for multi-token prediction (MTP), which predicts the token after the next one.
 
-A head is a layer of the model behind a projection of two normalized inputs, a hidden state of the model and
-the embedding of the token that came after it. Its output goes through a norm and the model's output head. For
-the next draft it takes the place of the hidden state (DeepSeek-V3 Technical Report, arXiv:2412.19437, section
-2.2; in vLLM deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py and mimo_mtp.py).
+A head projects two normalized inputs, a hidden state of the model and the embedding of the following token,
+and passes the result through a layer, a norm and the model's output head. For the next draft, its output
+replaces the hidden state (DeepSeek-V3 Technical Report, arXiv:2412.19437, section 2.2; in vLLM
+deepseek_mtp.py, glm4_moe_mtp.py, qwen3_next_mtp.py, qwen3_5_mtp.py and mimo_mtp.py).
 
-The head's keys and values are one more layer of the model's cache. Its row j is of token j and of the hidden
-state before it, which is zeros for the first token and where a cache begins with tokens that were computed
-elsewhere: only drafts depend on it. Every step of the model writes the rows of its tokens. A draft's own rows
-are written past the committed tokens, and the step that verifies the draft writes there again.
+The head's keys and values are an additional layer of the model's cache. Row j depends on token j and on the
+hidden state before it. That state is zeros for the first token, and after tokens of a cache that were
+computed elsewhere; this affects only drafts. Every step of the model writes the rows of its tokens. Drafting
+writes rows past the committed tokens, and the step that verifies the draft overwrites them.
 """
 
 from abc import ABC, abstractmethod
@@ -31,17 +31,14 @@ if TYPE_CHECKING:
 
 
 class HeadedModel(ABC):
-    """The part of a :class:`kvant.models.LanguageModel` with a head that does not depend on who computes its
-    layers. B batch, S tokens of a draft, V vocabulary.
-    """
+    """A :class:`kvant.models.LanguageModel` with a head. B batch, S tokens of a draft, V vocabulary."""
 
     def draft(self, first: Sequence[int], count: int, batch: PoolBatch) -> mx.array:
-        """Begin to draft ``count`` tokens behind the ``first`` ones, one of each sequence of the batch, which
-        are not fed yet. Returns (B, count) ids, not evaluated. Nothing is committed.
+        """Begin to draft ``count`` tokens after ``first``, each sequence's next token to feed.
 
-        The rows of a draft's first tokens are computed again with every further one: they are few, and the
-        weights are read for any number of them.
+        Return the drafted ids (B, count), not evaluated. Nothing is committed.
         """
+        # Each pass computes the rows of earlier tokens again, because reading the weights dominates.
         ids = mx.array(list(first))[:, None]
         hidden = self.hidden_before_of(batch)
         for _ in range(count):
@@ -54,18 +51,19 @@ class HeadedModel(ABC):
 
     @abstractmethod
     def hidden_before_of(self, batch: PoolBatch) -> mx.array:
-        """Return the hidden states (B, 1, hidden) behind the sequences' last tokens."""
+        """Return the hidden states (B, 1, hidden) of the sequences' last committed tokens."""
 
     @abstractmethod
     def guess(self, ids: mx.array, hidden: mx.array, batch: PoolBatch) -> tuple[mx.array, mx.array]:
-        """Return the head's logits (B, V) behind (B, S) ids, each with the state before it, and its output
-        (B, hidden), which stands for the next state.
+        """Return the head's logits (B, V) after (B, S) ids, and its output (B, hidden) for the next draft.
+
+        ``hidden`` (B, S, hidden) are the states before each id.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A decoder's head. Its layer is the decoder's last."""
+    """A decoder's head. Its block is the last one of the decoder."""
 
     input_proj: Linear
     hidden_norm: mx.array
@@ -75,7 +73,7 @@ class Head:
     rms_norm_eps: float
 
     def inputs(self, hidden: mx.array, embeddings: mx.array) -> mx.array:
-        """The layer's input (B, S, hidden), of the states before the tokens and the tokens' embeddings."""
+        """Return the block's input (B, S, hidden) from the states before the tokens and their embeddings."""
         both = [
             rms_norm(hidden, self.hidden_norm, self.rms_norm_eps),
             rms_norm(embeddings, self.token_norm, self.rms_norm_eps),
@@ -88,12 +86,12 @@ class Head:
 
 
 def with_head(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
-    """Return the config with the head's layer behind the model's, as which its tensors are renamed."""
-    own = [row.path for row in HEAD]
-    refuse_headless(own, tensors)
+    """Return the config with the head's layer appended; rename the layer's tensors to match."""
+    paths = [row.path for row in HEAD]
+    refuse_headless(paths, tensors)
     place = config.architecture.layers.format(config.num_hidden_layers)
     for name in sorted(tensors.names):
-        if name.startswith(HEAD_PREFIX) and name.rpartition(".")[0] not in own:
+        if name.startswith(HEAD_PREFIX) and name.rpartition(".")[0] not in paths:
             tensors.rename(name, place + name.removeprefix(HEAD_PREFIX))
     experts = config.experts
     if experts is not None:
@@ -109,7 +107,7 @@ def with_head(config: ModelConfig, tensors: TensorFiles) -> ModelConfig:
 
 
 def refuse_headless(paths: Sequence[str], tensors: TensorFiles) -> None:
-    """Refuse a checkpoint that lacks one of a head's modules, by its tensor's name."""
+    """Raise an ArgumentError if the checkpoint lacks one of a head's modules."""
     for path in paths:
         if f"{path}.weight" not in tensors:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Select what is read of a model: the heads and features of a rank, or everything."""
+"""Select the tensors to read of a model: the heads and features of a rank, or everything."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
-from kvant.models.tensors import Part
+from kvant.models.tensors import Piece
 
 Range = tuple[int, int]  # first, end
 
@@ -24,8 +24,8 @@ class Share:
     expert_inner: Range  # features of each expert; (0, 0): the model is dense
     vocabulary: Range  # rows of a separate output head
 
-    def part(self, config: ModelConfig, row: Parameter, shape: Sequence[int]) -> Part | None:
-        """Return the rank's part of one of a parameter's tensors, or None if it has all of it.
+    def piece(self, config: ModelConfig, row: Parameter, shape: Sequence[int]) -> Piece | None:
+        """Return the rank's piece of one of a parameter's tensors, or None if it has all of it.
 
         ``shape`` is the stored shape of the whole tensor: a weight, packed or not, scales, one expert's
         matrix, or a bias.
@@ -40,10 +40,10 @@ class Share:
         # Count axes from the end: one expert's matrix lacks the first axis.
         axis = 0 if is_vector else row.shard - len(row.shape) + len(shape)
         stored = shape[axis]  # a quantized row has fewer words or groups than elements
-        return Part(axis, ((first * stored // size, last * stored // size),))
+        return Piece(axis, ((first * stored // size, last * stored // size),))
 
     def range(self, config: ModelConfig, row: Parameter) -> Range:
-        """Return the range, in elements, of the rank's part along a parameter's divided axis."""
+        """Return the range, in elements, of the rank's piece along a parameter's divided axis."""
         assert row.shard is not None
         heads = {"queries": self.queries, "keys": self.keys}
         name = row.shape[row.shard]
@@ -52,16 +52,16 @@ class Share:
         return {"inner": self.inner, "expert_inner": self.expert_inner, "vocabulary": self.vocabulary}[name]
 
     def shape(self, config: ModelConfig, row: Parameter) -> tuple[int, ...]:
-        """Return the shape of the rank's part of a parameter."""
+        """Return the shape of the rank's piece of a parameter."""
         whole = config.shape(row)
         if row.shard is None:
             return whole
-        return Part(row.shard, (self.range(config, row),)).shape(whole)
+        return Piece(row.shard, (self.range(config, row),)).shape(whole)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSelection:
-    """What a rank reads: the complete arguments of :func:`kvant.models.checkpoint.load_part`."""
+    """The tensors that a rank reads: arguments of :func:`kvant.models.checkpoint.load_shard`."""
 
     share: Share
     layers: range

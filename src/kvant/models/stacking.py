@@ -12,7 +12,7 @@ from kvant.errors import CheckpointError
 from kvant.models.architectures.table import Parameter
 from kvant.models.config import ModelConfig
 from kvant.models.share import Share
-from kvant.models.tensors import FLOATS, Expected, Part, TensorFiles
+from kvant.models.tensors import FLOATS, Expected, Piece, TensorFiles
 
 
 def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: Parameter) -> Expected | None:
@@ -32,19 +32,19 @@ def stored_otherwise(config: ModelConfig, tensors: TensorFiles, path: str, row: 
 def take_stacked(
     config: ModelConfig, tensors: TensorFiles, prefix: str, rows: Sequence[Parameter], share: Share
 ) -> list[mx.array]:
-    """Return a rank's part of the floating-point stacks (experts, out, in) of a role's projections."""
+    """Return a rank's piece of the floating-point stacks (experts, out, in) of a role's projections."""
     joined = rows[0].joined
     if joined is not None and prefix + joined in tensors:
-        piece = joined_part(config, rows, share)
-        whole = tensors.take(prefix + joined, _joined_shape(config, rows), part=piece)
+        piece = joined_piece(config, rows, share)
+        whole = tensors.take(prefix + joined, _joined_shape(config, rows), piece=piece)
         bounds = [sum(share.shape(config, row)[1] for row in rows[:i]) for i in range(1, len(rows))]
         return [*mx.split(whole, bounds, axis=1)] if bounds else [whole]
     return [_stack(config, tensors, prefix, row, share) for row in rows]
 
 
-def joined_part(config: ModelConfig, rows: Sequence[Parameter], share: Share) -> Part | None:
-    """Return a rank's part of the tensor with a role's matrices concatenated, or None if it has all of it."""
-    parts = [share.part(config, row, config.shape(row)) for row in rows]
+def joined_piece(config: ModelConfig, rows: Sequence[Parameter], share: Share) -> Piece | None:
+    """Return a rank's piece of the tensor with a role's matrices concatenated; None: all of it."""
+    parts = [share.piece(config, row, config.shape(row)) for row in rows]
     if len(rows) == 1 or parts[0] is None:
         return parts[0]
     ranges = []
@@ -53,7 +53,7 @@ def joined_part(config: ModelConfig, rows: Sequence[Parameter], share: Share) ->
         first, last = share.range(config, row)
         ranges.append((start + first, start + last))
         start += config.shape(row)[1]
-    return Part(1, tuple(ranges))
+    return Piece(1, tuple(ranges))
 
 
 def expert_roles(config: ModelConfig) -> Iterator[tuple[str, list[Parameter]]]:
@@ -77,9 +77,9 @@ def _stack(config: ModelConfig, tensors: TensorFiles, prefix: str, row: Paramete
     shape = config.shape(row)
     names = _each(config, prefix, row)
     if names and names[0] in tensors:
-        piece = share.part(config, row, shape[1:])
-        return mx.stack([tensors.take(name, shape[1:], part=piece) for name in names])
-    return tensors.take(f"{prefix}{row.path}.weight", shape, part=share.part(config, row, shape))
+        piece = share.piece(config, row, shape[1:])
+        return mx.stack([tensors.take(name, shape[1:], piece=piece) for name in names])
+    return tensors.take(f"{prefix}{row.path}.weight", shape, piece=share.piece(config, row, shape))
 
 
 def _each(config: ModelConfig, prefix: str, row: Parameter) -> list[str]:

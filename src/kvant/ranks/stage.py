@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from kvant.cache.pool_batch import PoolBatch
-from kvant.models.checkpoint import Progress, load_part
+from kvant.models.checkpoint import Progress, load_shard
 from kvant.models.config import ModelConfig
 from kvant.models.decoder import Decoder, DecoderParts
 from kvant.models.matrix import DenseMatrix
@@ -80,7 +80,7 @@ def load_stage(
 ) -> StageDecoder:
     """Load this rank's layers as :func:`kvant.models.load_decoder`; rank 0 also has embedding and head."""
     first = ranks.rank == 0
-    parts = load_part(
+    parts = load_shard(
         folder,
         layers=layers,
         embedding=first,

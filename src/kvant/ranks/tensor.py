@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from kvant.models.as_stored import open_folder
 from kvant.models.bias import ProjectionBias, split_pairs
-from kvant.models.checkpoint import Progress, load_part
+from kvant.models.checkpoint import Progress, load_shard
 from kvant.models.decoder import Attention, Block, Decoder, DecoderParts, Pair
 from kvant.models.share import Share
 from kvant.ranks.group import Ranks
@@ -83,7 +83,7 @@ def load_tensor(
     config, _ = open_folder(folder)
     dealt = shares(config, ranks.size)
     share = dealt[ranks.rank]
-    parts = load_part(folder, share=share, all_sum=ranks.all_sum, progress=progress, adapter=adapter)
+    parts = load_shard(folder, share=share, all_sum=ranks.all_sum, progress=progress, adapter=adapter)
     norm_sizes = (config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim)
     layers = []
     for block, bias in zip(parts.layers, _united_biases(parts, ranks), strict=True):
