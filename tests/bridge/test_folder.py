@@ -147,7 +147,7 @@ def test_a_cache_of_another_model_is_refused(gpt_oss: LanguageModel, tmp_path: P
 
 def test_an_adapter_is_refused(tmp_path: Path) -> None:
     folder = copy_folder("gpt-oss", tmp_path, tokenizer=True)
-    with pytest.raises(ModelError, match="adapters are applied to architectures of kvant's own"):
+    with pytest.raises(ModelError, match="adapters need an architecture that kvant implements"):
         kvant.load(folder, adapter_path=folder)
 
 
@@ -248,9 +248,9 @@ def test_a_head_that_differs_is_used_though_config_json_ties_it(tmp_path: Path, 
     _say_tied(folder, None)
     assert mx.array_equal(load_model(folder)(mx.array([IDS])), expected)
     _say_tied(folder, True)
-    with pytest.warns(UserWarning, match=r"lm_head\.weight is stored too and differs"):
+    with pytest.warns(UserWarning, match=r"has a different lm_head\.weight"):
         model = load_model(folder)
-    with pytest.warns(UserWarning, match=r"lm_head\.weight is stored too and differs"):
+    with pytest.warns(UserWarning, match=r"has a different lm_head\.weight"):
         planned = plan(read_folder(folder), max_kv_size=8, device="cpu")
     assert mx.array_equal(model(mx.array([IDS])), expected)
     assert planned.weights == model.nbytes

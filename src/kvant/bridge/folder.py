@@ -1,8 +1,7 @@
-"""A model folder to mlx-lm's model: kvant's checks, mlx-lm's class by the allow-list, and weights that fit
-it.
+"""Load a model folder with mlx-lm's class, if it is on kvant's allow-list.
 
-Nothing of the folder is executed. Modules are made lazily: an array is computed once every name, shape and
-dtype is known to be right. What mlx-lm's code raises on the way becomes one line of kvant's.
+No code of the folder is executed. Arrays are lazy: they are read after every name, shape and dtype was
+checked. Errors from mlx-lm's code become one-line errors.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,13 +30,12 @@ from kvant.models.tensors import TensorFiles, tensor_files
 from kvant.tensor_header import BITS
 from kvant.threads import check_process
 
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # some exporters leave them behind; mlx-lm computes them
-# Quantizations that other libraries wrote and mlx-lm's classes unpack: MLX's own formats, and float8 in
-# blocks.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # written by some exporters; mlx-lm computes them
+# Quantizations by other libraries that mlx-lm's classes unpack: MLX's formats, and float8 in blocks.
 FOREIGN_METHODS = ("mxfp4", "mxfp8", "fp8")
 
 TIED = "tie_word_embeddings"
-# Last names of the modules that embed tokens, in checkpoints whose classes may tie the head to them.
+# Last components of embedding paths, in checkpoints whose classes may tie the head to the embedding.
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte", "embedding", "embeddings", "tok_embeddings")
 
 Progress = Callable[[int, int], None]
@@ -47,11 +45,11 @@ Weights = dict[str, mx.array]
 def load_bridged(
     folder: Path, progress: Progress | None = None, adapter: Path | None = None, *, head: bool = False
 ) -> BridgedModel:
-    """Load a folder of an architecture that mlx-lm has and kvant has not.
+    """Load a folder whose architecture mlx-lm implements and kvant does not.
 
-    On a CPU activations and all floating-point weights have float32. On a GPU they keep the checkpoint's
-    dtype. ``progress`` is called with (layers loaded, layers in all). An ``adapter`` is refused.
-    ``head``: with the head for drafts.
+    Activations and floating-point weights are float32 on a CPU, and have the checkpoint's dtype on a GPU.
+    ``progress`` is called with the number of loaded layers and of all layers. An ``adapter`` is refused.
+    ``head``: also load the head for drafts.
     """
     check_process()
     refuse_adapter(adapter)
@@ -65,20 +63,20 @@ def load_bridged(
 def refuse_adapter(adapter: Path | None) -> None:
     if adapter is not None:
         raise ModelError(
-            f"{adapter}: adapters are applied to architectures of kvant's own; this model is mlx-lm's"
+            f"{adapter}: adapters need an architecture that kvant implements; mlx-lm computes this model"
         )
 
 
 def check_bridged(
     folder: Path, *, in_float32: bool = False, whole: bool = True, head: bool = False
 ) -> tuple[Module, BridgedConfig]:
-    """mlx-lm's model with the folder's weights, which fit it and of which none has been read.
+    """Return mlx-lm's model with the folder's weights, checked but not read, and its config.
 
     Args:
-        in_float32: it computes in float32. Floats are cast before mlx-lm's class rearranges them: it adds 1
-            to the weights of some norms, which half precision would round.
-        whole: this machine is to hold all of them.
-        head: with the head for drafts; the model is a :class:`HeadedModule` then.
+        in_float32: compute in float32. Floats are cast before mlx-lm's class rearranges them, because it adds
+            1 to the weights of some norms, which half precision would round.
+        whole: also check that all weights fit in memory.
+        head: include the head for drafts; the model is then a :class:`HeadedModule`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
@@ -110,28 +108,28 @@ def check_bridged(
 
 
 def settle_head(raw: Mapping[str, Any], tensors: TensorFiles) -> Mapping[str, Any]:
-    """Return config.json as the stored tensors say it: a head that differs from the embedding is not tied.
+    """Return config.json, corrected so that a head that differs from the embedding is not tied.
 
-    mlx-lm's classes drop it where config.json, or their own default, ties it. A head without an embedding is
-    renamed to be the embedding. Where a head is no other than the embedding, config.json stays as it is.
+    mlx-lm's classes would drop the head if config.json, or their default, ties it. A head without an
+    embedding is renamed to be the embedding. If the head is a copy of the embedding, nothing changes.
     """
     head, embedding = _ends(tensors)
     text = raw.get("text_config")
     holders = [raw, *([text] if isinstance(text, dict) else [])]
-    said = [holder[TIED] for holder in holders if holder.get(TIED) is not None]
-    if head is None or (said and not any(said)) or _is_copy(head, tensors):
+    configured = [holder[TIED] for holder in holders if holder.get(TIED) is not None]
+    if head is None or (configured and not any(configured)) or _is_copy(head, tensors):
         return raw
     if embedding is None:
-        for part in stored_parts(head, tensors):
-            tensors.rename(f"{head}.{part}", f"{head.removesuffix('lm_head')}model.embed_tokens.{part}")
-    elif said:
+        for suffix in stored_parts(head, tensors):
+            tensors.rename(f"{head}.{suffix}", f"{head.removesuffix('lm_head')}model.embed_tokens.{suffix}")
+    elif configured:
         warn_of_head(f"{head}.weight")
     tied = {TIED: embedding is None}
     return {**raw, **tied, **({"text_config": text | tied} if isinstance(text, dict) else {})}
 
 
 def _ends(tensors: TensorFiles) -> tuple[str | None, str | None]:
-    """The paths of the stored head and embedding; that of a part for text is the shortest of several."""
+    """Return the paths of the stored head and embedding; of several, the shortest is the text model's."""
     paths = sorted(
         (name.removesuffix(".weight") for name in tensors.names if name.endswith(".weight")), key=len
     )
@@ -141,7 +139,7 @@ def _ends(tensors: TensorFiles) -> tuple[str | None, str | None]:
 
 
 def _is_copy(head: str, tensors: TensorFiles) -> bool:
-    """Whether a head of floats is the embedding once more."""
+    """Return whether a floating-point head is a copy of the embedding."""
     _, embedding = _ends(tensors)
     return stored_parts(head, tensors) == PARTS[:1] and tensors.are_same(
         f"{head}.weight", f"{embedding}.weight"
@@ -149,19 +147,17 @@ def _is_copy(head: str, tensors: TensorFiles) -> bool:
 
 
 def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
-    """mlx-lm's model of a config.json that :func:`kvant.bridge.config.check` let pass; no array of it is
-    computed.
-    """
+    """Return mlx-lm's model of a config.json that :func:`kvant.bridge.config.check` accepted; it is lazy."""
     name = module_name(raw)
     if name in NEEDS_METAL and not mx.metal.is_available():
         raise ModelError(
-            f"config.json: architecture {raw['model_type']} has layers that are Metal kernels; no Metal here"
+            f"config.json: architecture {raw['model_type']} needs Metal kernels; this machine has no Metal"
         )
-    with library_errors(ModelError, f"config.json: mlx-lm's class for {raw['model_type']} does not take it"):
+    with library_errors(ModelError, f"config.json: mlx-lm's class for {raw['model_type']} rejects it"):
         module = import_module(f"mlx_lm.models.{name}")
         args = module.ModelArgs.from_dict(translated(for_mlx_lm(raw), name))
         model: Module = module.Model(args)
-        # a call that is never evaluated: settings that fit each other badly show there
+        # a call that is never evaluated reveals settings that do not fit together
         entries = probe(model)
     _check_layers(entries)
     model.eval()
@@ -169,7 +165,7 @@ def build(raw: Mapping[str, Any]) -> tuple[Module, BridgedConfig]:
 
 
 def _check_layers(entries: Sequence[Entry]) -> None:
-    """Refuse windows that are no numbers of tokens, and keys without heads or width."""
+    """Raise an error for windows that are not positive integers, and for keys without heads or width."""
     for leaf in leaves_of(entries, Attention):
         for what, value in (("window", leaf.window), ("chunk", leaf.chunk)):
             if value is not None and (type(value) is not int or value < 1):
@@ -178,12 +174,13 @@ def _check_layers(entries: Sequence[Entry]) -> None:
                 )
         if leaf.num_kv_heads < 1 or leaf.key_dim < 1:
             raise ModelError(
-                f"config.json: a layer has {leaf.num_kv_heads} kv heads of {leaf.key_dim} numbers"
+                f"config.json: a layer has {leaf.num_kv_heads} kv heads with a head_dim of {leaf.key_dim}; "
+                "expected at least 1 each"
             )
 
 
 def describe_formats(raw: Mapping[str, Any]) -> str:
-    """How config.json says that the matrices are quantized, in a few words; empty: it does not."""
+    """Describe the quantization in config.json in a few words; empty if there is none."""
     default, _ = _formats(raw)
     if default is None:
         return ""
@@ -191,28 +188,28 @@ def describe_formats(raw: Mapping[str, Any]) -> str:
 
 
 def quantize_modules(model: Module, raw: Mapping[str, Any], weights: Weights | None = None) -> None:
-    """Make the modules quantized whose tensors are, in the format that the tensors' shapes tell.
+    """Quantize the modules that have quantized tensors, in the format given by the tensors' shapes.
 
-    Without ``weights`` every one that can be and whose width fits, as mlx-lm's converter does.
+    Without ``weights``, quantize every module whose class and width allow it, as mlx-lm's converter does.
     """
     default, overrides = _formats(raw)
     if default is None:
         return
 
     def chosen(path: str, module: Module) -> bool | dict[str, Any]:
-        can, own = hasattr(module, "to_quantized"), overrides.get(path, default)
+        can, quantization = hasattr(module, "to_quantized"), overrides.get(path, default)
         if weights is None:
             return (
-                own.form
-                if own is not None and can and module.weight.shape[-1] % own.group_size == 0
+                quantization.form
+                if quantization is not None and can and module.weight.shape[-1] % quantization.group_size == 0
                 else False
             )
         if path not in overrides:
-            own = _format_of(path, module, weights) if can and f"{path}.scales" in weights else None
-        if own is None:
+            quantization = _format_of(path, module, weights) if can and f"{path}.scales" in weights else None
+        if quantization is None:
             return False
-        check_device(own)
-        return own.form
+        check_device(quantization)
+        return quantization.form
 
     quantize(model, default.group_size, default.bits, mode=default.mode, class_predicate=chosen)
 
@@ -220,16 +217,17 @@ def quantize_modules(model: Module, raw: Mapping[str, Any], weights: Weights | N
 def _take_weights(
     model: Module, raw: Mapping[str, Any], tensors: TensorFiles, in_float32: bool, place: HeadPlace | None
 ) -> None:
-    """Put the folder's tensors into the model, as mlx-lm's load_model does; they are read when they are
-    computed. ``place``: of the head, which becomes the model's last layer.
+    """Put the folder's lazy tensors into the model, as mlx-lm's load_model does.
+
+    ``place``: where the head's tensors go; the head becomes the model's last layer.
     """
     weights: Weights = {
         name: tensors.take(name, tensors.shape(name), tuple(BITS)) for name in sorted(tensors.names)
     }
     if in_float32:
         weights = {name: _float32(array) for name, array in weights.items()}
-    sanitize = getattr(model, "sanitize", None)  # an optional part of mlx-lm's models
-    with library_errors(CheckpointError, f"its tensors are not those of a {raw['model_type']}"):
+    sanitize = getattr(model, "sanitize", None)  # optional in mlx-lm's models
+    with library_errors(CheckpointError, f"the tensors do not fit a {raw['model_type']}"):
         before = without_heads(raw, weights) if place is None else place.placed(weights)
         weights = dict(before if sanitize is None else sanitize(dict(before)))
         if place is not None:
@@ -238,15 +236,13 @@ def _take_weights(
         quantize_modules(model, raw, weights)
     head, _ = _ends(tensors)
     if head is not None and f"{head}.weight" not in parameters(model) and _is_copy(head, tensors):
-        weights.pop(f"{head}.weight", None)  # some classes leave it
+        weights.pop(f"{head}.weight", None)  # some classes do not drop it
     _check(model, weights)
     model.load_weights(list(weights.items()))
 
 
 def _formats(raw: Mapping[str, Any]) -> tuple[Quantization | None, Mapping[str, Quantization | None]]:
-    """As :func:`kvant.models.quantization.read_quantization`, with what mlx-lm reads beside MLX's own
-    formats.
-    """
+    """Return the default quantization and the overrides, including formats that only mlx-lm reads."""
     text = raw.get("text_config")
     foreign = raw.get("quantization_config") or (
         text.get("quantization_config") if isinstance(text, dict) else None
@@ -255,29 +251,31 @@ def _formats(raw: Mapping[str, Any]) -> tuple[Quantization | None, Mapping[str, 
         return read_quantization(raw)
     method = foreign["quant_method"]
     if method not in FOREIGN_METHODS:
-        read_quantization({"quantization_config": foreign})  # refuses it by name
-    if method == "fp8":  # the class makes floats of it
+        read_quantization({"quantization_config": foreign})  # raises an error that names it
+    if method == "fp8":  # mlx-lm's class converts it to floats
         return None, {}
     bits, group_size = FLOAT_MODES[method]
     return Quantization(bits, group_size, method), {}
 
 
 def _format_of(path: str, module: Module, weights: Weights) -> Quantization:
-    """The format of a stored matrix: mlx-lm goes by the shapes too, config.json's may be that of others."""
+    """Return the format of a stored matrix by its shapes, as mlx-lm does; config.json may differ."""
     width, scales, words = module.weight.shape[-1], weights[f"{path}.scales"], weights.get(f"{path}.weight")
     if words is None or not scales.ndim or not scales.shape[-1] or not words.ndim:
-        raise CheckpointError(f"tensor {path}.weight is missing; {path}.scales is there")
-    found = format_of_shapes(width, words.shape[-1], scales.shape[-1], in_bytes=scales.dtype == mx.uint8)
-    if found is None:
+        raise CheckpointError(f"tensor {path}.weight is missing, although {path}.scales exists")
+    quantization = format_of_shapes(
+        width, words.shape[-1], scales.shape[-1], in_bytes=scales.dtype == mx.uint8
+    )
+    if quantization is None:
         raise CheckpointError(
             f"{path}: {words.shape[-1]} words and {scales.shape[-1]} scales for {width} values; MLX has no "
             f"such format"
         )
-    return found
+    return quantization
 
 
 def _check(model: Module, weights: Weights) -> None:
-    """Refuse tensors that are not exactly the model's parameters, before one of them is computed."""
+    """Raise an error unless the tensors are exactly the model's parameters. Nothing is evaluated."""
     expected = parameters(model)
     for name in [name for name in weights if name not in expected and name.endswith(IGNORED_SUFFIXES)]:
         del weights[name]
@@ -289,22 +287,22 @@ def _check(model: Module, weights: Weights) -> None:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise CheckpointError(f"tensor {names[0]}{more} {problem}")
     for name, array in weights.items():
-        own = expected[name]
-        if array.shape != own.shape:
+        parameter = expected[name]
+        if array.shape != parameter.shape:
             raise CheckpointError(
-                f"tensor {name} has shape {tuple(array.shape)}; expected {tuple(own.shape)}"
+                f"tensor {name} has shape {tuple(array.shape)}; expected {tuple(parameter.shape)}"
             )
-        given, wanted = (
+        stored, needed = (
             "a float" if mx.issubdtype(dtype, mx.floating) else str(dtype).removeprefix("mlx.core.")
-            for dtype in (array.dtype, own.dtype)
+            for dtype in (array.dtype, parameter.dtype)
         )
-        if given != wanted:
-            given = str(array.dtype).removeprefix("mlx.core.")
-            raise CheckpointError(f"tensor {name} has dtype {given}; expected {wanted}")
+        if stored != needed:
+            stored = str(array.dtype).removeprefix("mlx.core.")
+            raise CheckpointError(f"tensor {name} has dtype {stored}; expected {needed}")
 
 
 def main_dtype(model: Module) -> mx.Dtype:
-    """The dtype of most of the floating-point numbers among the weights."""
+    """Return the dtype of most floating-point weights, counted by elements."""
     counts: dict[mx.Dtype, int] = {}
     for array in parameters(model).values():
         if mx.issubdtype(array.dtype, mx.floating):
@@ -313,7 +311,7 @@ def main_dtype(model: Module) -> mx.Dtype:
 
 
 def compute_in_float32(model: Module) -> None:
-    """Cast every floating-point weight, lazily: a CPU multiplies half precision many times slower."""
+    """Cast all floating-point weights lazily, because a CPU multiplies half precision many times slower."""
     model.apply(_float32)
     for module in model.modules():
         if isinstance(module, QuantizedEmbedding) and module.mode != "affine":
@@ -325,9 +323,7 @@ def _float32(array: mx.array) -> mx.array:
 
 
 class _Float32Embedding(QuantizedEmbedding):
-    """MLX unpacks its floating-point formats to bfloat16, exactly. The layers after it are to compute in
-    float32.
-    """
+    """An embedding that casts the bfloat16 rows of MLX's floating-point formats to float32, without loss."""
 
     def __call__(self, x: mx.array) -> mx.array:
         rows: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
@@ -337,19 +333,20 @@ class _Float32Embedding(QuantizedEmbedding):
 def evaluate(
     model: Module, folder: Path, progress: Progress | None, names: Collection[str] | None = None
 ) -> None:
-    """Read the weights, those with these ``names`` or all, and have a CPU turn positions by matrices.
+    """Read the weights with these ``names``, or all, and install faster operators for a CPU.
 
-    They are read layer by layer, so that only one is held in two forms.
+    Weights are read layer by layer, so that only one layer at a time is in memory in two forms.
     """
     layers = [
-        [own[name] for name in own if names is None or name in names] for own in by_layer(model).values()
+        [arrays[name] for name in arrays if names is None or name in names]
+        for arrays in by_layer(model).values()
     ]
-    layers = [own for own in layers if own]
-    with library_errors(CheckpointError, f"{folder}: MLX does not read its tensors"):
-        for done, own in enumerate(layers, start=1):
-            mx.eval(own)
+    layers = [arrays for arrays in layers if arrays]
+    with library_errors(CheckpointError, f"{folder}: MLX cannot read the tensors"):
+        for done, arrays in enumerate(layers, start=1):
+            mx.eval(arrays)
             if progress is not None:
                 progress(done, len(layers))
-    layers.clear()  # no weight is held here while another takes its place
+    layers.clear()  # release weights that are replaced below
     multiply_few_rows(model, names)
     rotate_by_matrices(model)

@@ -1,4 +1,4 @@
-"""The output head of mlx-lm's model, and the hidden states that it is given."""
+"""Find the output head of mlx-lm's model, and capture the hidden states that it gets."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,9 +17,9 @@ Observer = Callable[[Module, mx.array, mx.array], object]  # called with a modul
 
 
 def find_head(model: Any, name: str) -> Module:
-    """Return the linear layer, or the embedding in its place, that makes the logits of a model.
+    """Return the linear layer, or the tied embedding, that computes the logits of a model.
 
-    It is the last one that a call, which is never evaluated, gives an output as wide as the logits.
+    It is the last such module in a call, never evaluated, whose output is as wide as the logits.
     """
     calls: list[tuple[Module, mx.array]] = []
     with ExitStack() as stack:
@@ -35,28 +35,28 @@ def find_head(model: Any, name: str) -> Module:
         if isinstance(output, mx.array) and output.shape[-1] == logits.shape[-1]
     ]
     if not heads:
-        raise ModelError(f"{name} gives no embeddings: its output head was not found in mlx-lm's class")
+        raise ModelError(f"{name} cannot compute embeddings: no output head was found in mlx-lm's class")
     return heads[-1]
 
 
 @contextmanager
 def inputs_of(head: Module) -> Iterator[Sequence[mx.array]]:
-    """Collect what a head is given while this is open."""
+    """Collect the inputs of a head inside the context."""
     inputs: list[mx.array] = []
     with _observed(head, lambda *call: inputs.append(call[1])):
         yield inputs
 
 
 @contextmanager
-def _observed(module: Module, tell: Observer) -> Iterator[None]:
-    """Tell of every product of the module with its weight; an embedding's look-up is none."""
+def _observed(module: Module, observe: Observer) -> Iterator[None]:
+    """Call ``observe`` after each product with the module's weight, but not after an embedding's lookups."""
     kind = type(module)
     method = "as_linear" if isinstance(module, Embedding | QuantizedEmbedding) else "__call__"
     product = getattr(kind, method)
 
     def observed(self: Module, x: mx.array) -> mx.array:
         output: mx.array = product(self, x)
-        tell(self, x, output)
+        observe(self, x, output)
         return output
 
     module.__class__ = type(kind.__name__, (kind,), {method: observed})

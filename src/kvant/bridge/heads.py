@@ -1,10 +1,10 @@
-"""Heads for multi-token prediction beside mlx-lm's models, whose own loading drops them.
+"""Load heads for multi-token prediction with mlx-lm's models; mlx-lm's loading drops them.
 
-:mod:`kvant.models.mtp` says what a head is and how its rows are kept. Its layer is one of the architecture's
-own: mlx-lm's class is built with more layers, its ``sanitize`` takes the head's tensors for those of the last
-one, and that layer is then the head's. The names of tensors are those of the published checkpoints' indexes:
-DeepSeek-V3 (``model.layers.61``), GLM-4.5 (``model.layers.92``, of Air 46), MiMo-7B (``model.mtp_layers.0``),
-Qwen3-Next and Qwen3.5 (``mtp``). Of several heads the first drafts.
+See :mod:`kvant.models.mtp` for how a head works. It contains a regular layer of the architecture. mlx-lm's
+class is built with additional layers, its ``sanitize`` handles the head's tensors as those of the last one,
+and that layer then becomes the head's. Tensor names are from the indexes of published checkpoints:
+DeepSeek-V3 (``model.layers.61``), GLM-4.5 (``model.layers.92``, Air: 46), MiMo-7B (``model.mtp_layers.0``),
+Qwen3-Next and Qwen3.5 (``mtp``). If there are several heads, the first one is used.
 """
 
 import re
@@ -31,23 +31,23 @@ from kvant.models.mtp import HeadedModel, refuse_headless
 from kvant.models.tensors import TensorFiles
 
 Weights = dict[str, mx.array]
-PARTS = ("head_input", "head_token_norm", "head_hidden_norm", "head_final_norm")  # beside the layer
+PARTS = ("head_input", "head_token_norm", "head_hidden_norm", "head_final_norm")  # besides the layer
 FIRST_LAYER = "layers.0.input_layernorm.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a family's checkpoints have a head."""
+    """How the checkpoints of a model family store a head."""
 
-    prefix: str  # of its tensors' names; "{}": the number of the model's layers
-    parts: tuple[str, str, str, str]  # its modules beside the layer, in the order of PARTS
-    layer: str = ""  # before the names of its layer's modules
-    copies: tuple[str, ...] = ()  # of the model's embedding and output head; not read
-    hidden_first: bool = False  # the projection's inputs are the hidden state, then the embedding
-    passes_normalized: bool = True  # what stands for the next hidden state went through the final norm
-    mask_as_array: bool = False  # mlx-lm's attention adds its scores to a mask
-    period: int = 1  # every nth layer is of the head's kind, if config.json does not say which
+    prefix: str  # of tensor names; "{}" is the number of the model's layers
+    parts: tuple[str, str, str, str]  # its modules besides the layer, in the order of PARTS
+    layer: str = ""  # prefix of the modules of its layer
+    copies: tuple[str, ...] = ()  # of the embedding and the output head; not read
+    hidden_first: bool = False  # the projection's input begins with the hidden state
+    passes_normalized: bool = True  # the next draft uses the output after the final norm
+    mask_as_array: bool = False  # mlx-lm's attention adds scores to the mask
+    period: int = 1  # every nth layer is of the head's kind, unless config.json says otherwise
 
 
 _NEXTN = Layout(
@@ -67,7 +67,7 @@ _MIMO = Layout(
     parts=("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
     hidden_first=True,
 )
-# by modules of mlx_lm.models
+# module of mlx_lm.models -> layout
 LAYOUTS = {
     "deepseek_v3": replace(_NEXTN, mask_as_array=True),
     "glm4_moe": _NEXTN,
@@ -79,8 +79,9 @@ LAYOUTS = {
 
 
 def without_heads(raw: Mapping[str, Any], weights: Weights) -> Weights:
-    """The tensors without those of heads in layers behind the model's: of DeepSeek-V3's class mlx-lm drops
-    layer 61 alone, and not that of a smaller model of the kind.
+    """Return the tensors without heads stored as layers after the model's.
+
+    mlx-lm's DeepSeek-V3 class drops only layer 61, and so keeps the head of a smaller model.
     """
     if LAYOUTS.get(module_name(raw), _MIMO).prefix != _NEXTN.prefix:
         return weights
@@ -90,12 +91,13 @@ def without_heads(raw: Mapping[str, Any], weights: Weights) -> Weights:
 
 
 class HeadPlace:
-    """Where the tensors of a folder's head go: to a layer behind the model's, ``stand_in``, of the head's
-    kind, and from there to the place of the first layer that the model does not have, ``number``.
+    """Moves a head's tensors to ``stand_in``, a layer of its kind after the model's, then to ``number``.
+
+    ``number`` is the index of the first layer that the model does not have.
     """
 
     def __init__(self, raw: Mapping[str, Any], tensors: TensorFiles) -> None:
-        """Find the head of a checkpoint, or refuse it."""
+        """Find the head of a checkpoint; raise an ArgumentError if it has none."""
         layout = LAYOUTS.get(module_name(raw))
         if layout is None:
             raise ArgumentError(
@@ -108,60 +110,61 @@ class HeadPlace:
         sizes = text if isinstance(text, dict) else raw
         self.number = size(sizes, "num_hidden_layers")
         self.prefix = layout.prefix.format(self.number)
-        refuse_headless([self.prefix + part for part in layout.parts], tensors)
-        # mlx-lm's class of DeepSeek-V3 drops layer 61: the layer behind it stands in. Of Qwen's layers every
-        # nth has attention.
-        said = translated(dict(sizes), module_name(raw))
-        period = size(said, "full_attention_interval", default=layout.period)
+        refuse_headless([self.prefix + name for name in layout.parts], tensors)
+        # mlx-lm's DeepSeek-V3 class drops layer 61, so the layer after it stands in. Every nth of Qwen's
+        # layers has attention.
+        settings = translated(dict(sizes), module_name(raw))
+        period = size(settings, "full_attention_interval", default=layout.period)
         self.stand_in = -(-(self.number + 2) // period) * period - 1
-        own = [
+        names = [
             name for name in tensors.names if name.endswith(FIRST_LAYER) and not name.startswith(self.prefix)
         ]
-        self._layers = min(own, key=len, default="model." + FIRST_LAYER).removesuffix(
+        self._layers = min(names, key=len, default="model." + FIRST_LAYER).removesuffix(
             "0.input_layernorm.weight"
         )
 
     def extended(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of a model that has the layer that stands in."""
+        """Return the config.json of a model that includes the stand-in layer."""
         more = {"num_hidden_layers": self.stand_in + 1}
         made = {**raw, **(more if self._key is None else {self._key: {**raw[self._key], **more}})}
         check(made)
         return made
 
     def shorten(self, module: Module) -> None:
-        """Leave the model's own layers and, as the last, that of the head with its other parts."""
+        """Keep the model's layers and append the stand-in layer with the head's other modules."""
         inner = cast(Any, module).model
         layer = inner.layers[self.stand_in]
         inner.layers = [*inner.layers[: self.number], layer]
         hidden, eps = inner.norm.weight.shape[0], inner.norm.eps
         layer[PARTS[0]] = Linear(2 * hidden, hidden, bias=False)
-        for part in PARTS[1:]:
-            layer[part] = RMSNorm(hidden, eps)
+        for name in PARTS[1:]:
+            layer[name] = RMSNorm(hidden, eps)
 
     def placed(self, weights: Weights) -> Weights:
-        """The tensors as those of a model that has the layer that stands in."""
-        layout, found = self.layout, {}
-        names = {f"{own}.": f"{name}." for own, name in zip(layout.parts, PARTS, strict=True)}
+        """Return the tensors under the names of a model that includes the stand-in layer."""
+        layout, placed = self.layout, {}
+        names = {f"{prefix}.": f"{name}." for prefix, name in zip(layout.parts, PARTS, strict=True)}
         for name, array in weights.items():
             rest = name.removeprefix(self.prefix)
-            part = next((own for own in names if rest.startswith(own)), None)
+            module = next((prefix for prefix in names if rest.startswith(prefix)), None)
             if not name.startswith(self.prefix):
                 layer = name.removeprefix(self._layers).partition(".")[0]
                 is_layer = name.startswith(self._layers) and layer.isdecimal()
-                if not (is_layer and int(layer) >= self.number):  # a further head's is not read
-                    found[name] = array
-            elif part is not None:
-                found[f"{self._layers}{self.stand_in}.{names[part]}{rest.removeprefix(part)}"] = array
+                if not (is_layer and int(layer) >= self.number):  # skip layers of further heads
+                    placed[name] = array
+            elif module is not None:
+                placed[f"{self._layers}{self.stand_in}.{names[module]}{rest.removeprefix(module)}"] = array
             elif rest.startswith(layout.layer) and not rest.startswith(layout.copies):
-                found[f"{self._layers}{self.stand_in}.{rest.removeprefix(layout.layer)}"] = array
-        return found
+                placed[f"{self._layers}{self.stand_in}.{rest.removeprefix(layout.layer)}"] = array
+        return placed
 
     def moved(self, weights: Weights, before: Weights) -> Weights:
-        """What mlx-lm's ``sanitize`` made of the tensors ``before``, in the last place of a shortened model.
+        """Return the sanitized tensors, with the stand-in layer as the last one of a shortened model.
 
-        If it added 1 to the norms of Qwen's layers, those of the head get it too.
+        ``before`` are the tensors before ``sanitize``. If it added 1 to the norms of Qwen's layers, the
+        head's norms get it too.
         """
-        found = {}
+        moved = {}
         marker = f".layers.{self.stand_in}."
         norm = f"{self._layers}{self.stand_in}.input_layernorm.weight"
         sanitized = next(
@@ -170,37 +173,38 @@ class HeadPlace:
         )
         shifts = sanitized is not None and sanitized is not before.get(norm)
         for name, array in weights.items():
-            is_norm = any(f"{marker}{part}." in name for part in PARTS[1:])
-            found[name.replace(marker, f".layers.{self.number}.")] = (
+            is_norm = any(f"{marker}{module}." in name for module in PARTS[1:])
+            moved[name.replace(marker, f".layers.{self.number}.")] = (
                 array + 1.0 if shifts and is_norm else array
             )
-        return found
+        return moved
 
 
 class HeadedModule(Module):
-    """mlx-lm's model and a head, as one that asks for a cache more. B batch, S new tokens."""
+    """mlx-lm's model with a head, which needs one cache more. B batch, S new tokens."""
 
     def __init__(self, main: Module, layout: Layout) -> None:
-        """``main``: shortened by :class:`HeadPlace`; the last layer is taken out of it."""
+        """Remove the last layer, the head's, from ``main``, which :class:`HeadPlace` has shortened."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.main = main
         self.heads = [cast(Any, main).model.layers.pop()]
         self._layout = layout
 
     def make_cache(self) -> list[Any]:
-        """mlx-lm's caches of the model, and one of the head."""
+        """Return mlx-lm's caches for the model and one for the head."""
         main = cast(Any, self.main)
-        own = main.make_cache() if hasattr(main, "make_cache") else [KVCache() for _ in main.layers]
-        return [*own, KVCache()]
+        caches = main.make_cache() if hasattr(main, "make_cache") else [KVCache() for _ in main.layers]
+        return [*caches, KVCache()]
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """The logits (B, S, vocabulary) of (B, S) ids, as if nothing came before that the head saw."""
+        """Return the logits (B, S, vocabulary) of (B, S) ids. The head's state before them is zeros."""
         hidden = self.hidden_states(inputs, cache, None)
         return self.logits(hidden)
 
     def hidden_states(self, inputs: mx.array, cache: list[Any] | None, before: mx.array | None) -> mx.array:
-        """The model's normalized states (B, S, hidden); the head's rows are written, after the states
-        (B, 1, hidden) ``before``; None: zeros.
+        """Return the model's normalized states (B, S, hidden), and write the head's rows to the last cache.
+
+        ``before`` are the states (B, 1, hidden) before the ids; None: zeros.
         """
         inner = cast(Any, self.main).model
         if cache is None:
@@ -213,7 +217,7 @@ class HeadedModule(Module):
         return hidden
 
     def guess(self, ids: mx.array, hidden: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
-        """The head's logits behind (B, S) ids and its output; see :meth:`HeadedModel.guess`."""
+        """Return the head's logits after (B, S) ids, and its output; see :meth:`HeadedModel.guess`."""
         x = self._inputs(ids, hidden)
         x = self.heads[0](x, self._mask(x, cache), cache)[:, -1]
         output = self.heads[0].head_final_norm(x)
@@ -244,7 +248,7 @@ class HeadedBridgedModel(HeadedModel, BridgedModel):
     """A bridged model that drafts with its head."""
 
     module: HeadedModule
-    # The output head is applied here, to the positions that are asked for.
+    # The output head is applied below, only to the requested positions.
     feeds_last_token_separately = False
 
     def __init__(self, module: HeadedModule, config: BridgedConfig, dtype: mx.Dtype) -> None:

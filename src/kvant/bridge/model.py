@@ -1,4 +1,4 @@
-"""A model that mlx-lm's class computes, through kvant's cache. B batch, S new tokens."""
+"""A model that mlx-lm's class computes with kvant's cache. B batch, S new tokens."""
 
 import inspect
 import re
@@ -28,12 +28,12 @@ from kvant.operators.dispatch import resolve
 
 
 class BridgedModel(CachedModel):
-    """A :class:`kvant.models.LanguageModel`: mlx-lm's model, ``module``."""
+    """A :class:`kvant.models.LanguageModel` around mlx-lm's model, ``module``."""
 
-    # numbers of mlx-lm's caches whose layers another process computes
+    # indices of mlx-lm's caches whose layers another process computes
     absent_caches: frozenset[int] = frozenset()
     config: BridgedConfig
-    feeds_last_token_separately = True  # mlx-lm's models give the logits of every position they are given
+    feeds_last_token_separately = True  # mlx-lm's models compute the logits of every position
 
     def __init__(self, module: Module, config: BridgedConfig, dtype: mx.Dtype) -> None:
         super().__init__(config, dtype)
@@ -45,14 +45,12 @@ class BridgedModel(CachedModel):
 
     @cached_property
     def has_sinks(self) -> bool:
-        """Whether attention has learned sinks: their share of a softmax changes with a constant of all
-        scores.
-        """
+        """Return whether attention has learned sinks, so a constant added to all scores changes it."""
         return any(name.endswith("sinks") for name in parameters(self.module))
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """What mlx-lm's model asks of its caches."""
+        """Return the cache layers that mlx-lm's model needs."""
         return tuple(probe(self.module))
 
     @cached_property
@@ -65,11 +63,11 @@ class BridgedModel(CachedModel):
         return self._logits(inputs, None if cache is None else self._begun(inputs, cache))
 
     def logits(self, hidden_states: mx.array) -> mx.array:
-        return hidden_states  # they are the logits: mlx-lm's class computes them too
+        return hidden_states  # :meth:`_outputs` returns logits already
 
     def feed(self, inputs: mx.array, cache: PoolBatch) -> list[mx.array]:
         begun = self._begun(inputs, cache)
-        self._logits(inputs, begun)  # dropped, so that what only logits need is never computed
+        self._logits(inputs, begun)  # not used, so what only the logits need is never computed
         return begun.state
 
     @cached_property
@@ -79,7 +77,7 @@ class BridgedModel(CachedModel):
     def every_hidden_state(self, inputs: mx.array, cache: PoolBatch) -> mx.array:
         begun = self._begun(inputs, cache)
         with inputs_of(self._head) as head_inputs:
-            self._logits(inputs, begun)  # dropped, so that the head's product is never computed
+            self._logits(inputs, begun)  # not used, so the head is never computed
         states: mx.array = mx.depends(head_inputs[-1:], begun.state)[0]
         return states
 
@@ -87,18 +85,15 @@ class BridgedModel(CachedModel):
         return self._outputs(inputs, cache)[:, -1]
 
     def reserve_cache(self, max_seq_len: int | None, options: CacheOptions) -> BridgedCache:
-        """See :class:`kvant.models.LanguageModel`. No bias is known apart from mlx-lm's projections: none is
-        split.
+        """Reserve a cache. No bias is split, because mlx-lm's projections include their biases.
 
-        A group that does not divide a layer's width becomes their greatest common divisor there.
+        In a layer whose width the group size does not divide, their greatest common divisor is used.
         """
         pool = cast(BridgedPool, self._reserved(max_seq_len, options))
         return BridgedCache(pool, options.group_size, self.absent_caches)
 
     def _new_pool(self, sizes: Mapping[str, Any], options: CacheOptions, **further: Any) -> BridgedPool:
-        """As :meth:`CachedModel._new_pool`. A pool of several sequences is for a model that was tried with a
-        small one.
-        """
+        """Reserve a pool. Before one for several sequences, the model is tried with a small pool."""
         attentions = leaves_of(self.entries, Attention)
         if options.kv_format is not None:
             options.kv_format.check(self.identity, len(attentions))
@@ -106,7 +101,7 @@ class BridgedModel(CachedModel):
                 raise ArgumentError("kv_format", "has a center, which the model's learned sinks would see")
         attends_per_sequence = True
         if not sizes["single"]:
-            resolve(options.kernels)  # refuses them before the model is tried
+            resolve(options.kernels)  # raises an error for bad kernels before the model is tried
             attends_per_sequence = attends_separately(
                 self.module, self.config.model_type, self.entries, self.dtype
             )
@@ -153,22 +148,23 @@ class BridgedModel(CachedModel):
         logits: mx.array = self.module(
             inputs, cache=cache.entries, **({} if rows is None else {"input_embeddings": rows})
         )
-        # What logits do not need is computed too: it would wait, with all that it is made of, step after
-        # step.
+        # Also compute state that the logits do not need. Otherwise its graph would grow with every step.
         (logits,) = mx.depends([logits], cache.state)
         return logits
 
 
 def parameters(module: Module) -> dict[str, mx.array]:
-    """Every array of a module, and of those in it, by its name."""
+    """Return every array of a module and its submodules by name."""
     arrays: Any = tree_flatten(module.parameters())
     return dict(arrays)
 
 
 def bytes_read(model: Module, experts_used: int | None, names: Collection[str] | None = None) -> int:
-    """Bytes of mlx-lm's model that a step of one token reads: of a table that only embeds next to nothing.
+    """Return the bytes of mlx-lm's model that a step of one token reads, without an untied embedding.
 
-    ``experts_used``: of a layer's experts. ``names``: of the arrays that count. None: all.
+    Args:
+        experts_used: experts per token in a layer; None: all.
+        names: names of the arrays to count; None: all.
     """
     arrays = {name: array for name, array in parameters(model).items() if names is None or name in names}
     total = sum(array.nbytes for array in arrays.values())
@@ -186,7 +182,7 @@ def bytes_read(model: Module, experts_used: int | None, names: Collection[str] |
 
 
 def by_layer(module: Module) -> dict[str, dict[str, mx.array]]:
-    """:func:`parameters` by the layer they are in, "model.layers.3." for instance; "": in none."""
+    """Return :func:`parameters` grouped by layer, such as "model.layers.3."; "" is for those in no layer."""
     layers: dict[str, dict[str, mx.array]] = {}
     for name, array in parameters(module).items():
         number = re.search(r"\.\d+\.", name)
