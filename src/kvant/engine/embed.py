@@ -1,4 +1,4 @@
-"""Vectors of texts: the function of the API."""
+"""Compute embeddings of texts: the function of the API."""
 
 from collections.abc import Sequence
 
@@ -28,36 +28,35 @@ def embed(
     kv_bits: int = 0,
     kv_group_size: int | None = None,
 ) -> mx.array:
-    """Return a vector of each text, such that texts with a similar meaning have similar vectors.
+    """Return a vector for each text, such that texts with a similar meaning have similar vectors.
 
-    The sentence-transformers files of the model's folder say how the last hidden states of a text become its
-    vector: those of the last token, their mean, or those of the first token; whether vectors have length 1;
-    and which prompt is put before each text. Special tokens are put around a text as the tokenizer is set
-    up: Qwen3-Embedding's ends every text with the token whose state counts.
+    The sentence-transformers files in the model's folder define how the last hidden states of a text become
+    its vector (the last token's, their mean, or the first token's), whether vectors are normalized to length
+    1, and which prompt precedes each text. The tokenizer adds special tokens. For example, Qwen3-Embedding
+    ends every text with the token whose state is used.
 
-    A cache is reserved for the call and released after it. It is not quantized by default: keys and values
-    keep the compute dtype, so that the vectors are the model's own.
+    A cache is reserved for the call and released after it. By default it is not quantized, so that the
+    vectors are exactly the model's.
 
     Args:
         model, tokenizer: from :func:`kvant.load`.
-        texts: N texts, or rows of token ids, which are taken as they are.
-        pooling: "last" or "mean", for a model without these files, whose vectors then have length 1; or in
-            place of the way that they name.
-        dimensions: D, the first numbers of a vector to keep, which is then divided by its new length if the
-            model's vectors have length 1. Models are trained for it (Matryoshka). None: all.
-        batch_size: texts that are computed together, at most. Texts of about the same length are.
-        prefill_step_size: tokens that are computed at a time, at most.
-        kv_bits, kv_group_size: as of :meth:`model.make_cache`; 0 bits: not quantized.
+        texts: N texts, or sequences of token ids, which are used unchanged.
+        pooling: "last" or "mean", overriding the files. Needed for a model without them, whose vectors are
+            then normalized.
+        dimensions: D, to shorten vectors to their first D numbers, for models trained for this (Matryoshka).
+            Normalized vectors are normalized again. None: all.
+        batch_size: the maximum number of texts, of similar length, to compute together.
+        prefill_step_size: the maximum number of tokens to compute at a time.
+        kv_bits, kv_group_size: see :meth:`model.make_cache`; 0 bits: not quantized.
 
     Returns:
         (N, D) float32, in the order of the texts.
 
     Raises:
-        ArgumentError: an argument out of range, or no ``pooling`` where the folder names none.
-        ModelError: a model whose files ask for something that kvant does not compute.
-        PromptError: a text without tokens, or ids that the model does not know.
-        ContextError: a text that is longer than the model's context, or a cache that does not fit this
-            machine.
+        ArgumentError: an argument is out of range, or neither ``pooling`` nor the folder names a pooling.
+        ModelError: the model's files need something that kvant does not support.
+        PromptError: a text has no tokens, or ids outside the vocabulary.
+        ContextError: a text is longer than the model's context, or the cache does not fit this machine.
     """
     if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
         raise ArgumentError("texts", f"is a {type(texts).__name__}; expected a list of texts")
@@ -90,9 +89,7 @@ def embed(
 def _reserve(
     model: LanguageModel, longest: int, rows: int, prefill_step_size: int, options: CacheOptions
 ) -> tuple[ModelCache | None, Pool]:
-    """Reserve a pool, or a conversation's cache, with which its pool lives, for a model that takes one
-    sequence at a time.
-    """
+    """Reserve a pool. If the model supports only one sequence, return that of a cache, which owns it, too."""
     try:
         pool = model.make_pool(
             PAGE_SIZE * max(rows, pages_for(longest)),

@@ -1,4 +1,4 @@
-"""Texts to vectors: their tokens are fed as prompts are, and their last hidden states are pooled."""
+"""Compute embeddings: texts are fed like prompts, and their last hidden states are pooled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from kvant.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class EmbeddingRequest(Request):
-    """Texts of which a vector each is wanted, as answer 0, 1 and so on. Nothing of them stays in the pool."""
+    """A request for a vector of each text, as answer 0, 1 and so on. The pool caches nothing of them."""
 
-    texts: Sequence[Sequence[int]]  # token ids, as :func:`encode_text` checks them
+    texts: Sequence[Sequence[int]]  # token ids from :func:`encode_text`
     pooling: Pooling
-    dimensions: int | None = None  # of a vector, the first ones; None: all
+    dimensions: int | None = None  # the length of the vectors, shortened if needed; None: all
 
     @classmethod
     def of(
         cls, texts: Sequence[Sequence[int]], pooling: Pooling, dimensions: int | None
     ) -> "EmbeddingRequest":
-        """Make a request. Its prompt has the tokens of all texts, so that they are counted."""
+        """Return a request. Its prompt is all texts' tokens, so that usage counts them."""
         tokens = [token for text in texts for token in text]
         return cls(tokens, answers=len(texts), texts=texts, pooling=pooling, dimensions=dimensions)
 
@@ -40,12 +40,11 @@ def encode_text(
     vocab_size: int,
     most: int | None,
 ) -> list[int]:
-    """Return the token ids of a text, with the special tokens that the tokenizer puts around it; token ids
-    are taken as they are.
+    """Return the token ids of a text, including special tokens. Token ids are returned unchanged.
 
     Raises:
-        PromptError: no tokens, or ids that the model does not know.
-        ContextError: more tokens than ``most``; None: any number.
+        PromptError: the text has no tokens, or ids outside the vocabulary.
+        ContextError: the text has more than ``most`` tokens; None: no limit.
     """
     if isinstance(text, str):
         text = tokenizer.encode(pooling.prompt + text)
@@ -56,7 +55,7 @@ def encode_text(
 
 
 def longest_text(model: LanguageModel, reserved: int | None, pooling: Pooling) -> int | None:
-    """Return how many tokens a text may have; None: any number."""
+    """Return how many tokens a text may have; None: no limit."""
     limits = [context_limit(model, reserved), pooling.max_tokens]
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -64,17 +63,16 @@ def longest_text(model: LanguageModel, reserved: int | None, pooling: Pooling) -
 class EmbeddingState(PromptState):
     """The progress of a request for vectors.
 
-    A pass feeds the longest texts that are left, as many as one chunk of a prompt has room for. They are
-    padded to the longest: no token attends to later ones, so the padding changes no vector. After a pass
-    other requests have their turn.
+    Each pass feeds the longest remaining texts, as many as fit into one chunk, padded to the longest. Padding
+    changes no vector, because no token attends to later ones. Other requests run between passes.
     """
 
-    sequences_needed = 1  # it takes more where they are free
+    sequences_needed = 1  # it uses more if they are free
 
     def __init__(
         self, request: EmbeddingRequest, model: LanguageModel, pool: Pool, *, is_exact: bool
     ) -> None:
-        """``is_exact``: a text is fed alone, in chunks that end at multiples of 128."""
+        """``is_exact``: feed one text at a time, in chunks that end at multiples of 128."""
         super().__init__(request)
         self._texts = request.texts
         self._pooling = request.pooling
@@ -82,12 +80,11 @@ class EmbeddingState(PromptState):
         if not self._texts:
             raise PromptError("there are no texts; expected at least one")
         self._is_exact = is_exact
-        # Numbers of the texts that are left, and of those that the pass feeds. The longest is the last one,
-        # and the first of a pass.
+        # Numbers of the remaining texts, longest last, and of those in the current pass, longest first.
         self._left = sorted(self.open, key=lambda number: len(self._texts[number]))
         self._fed: list[int] = []
-        self._pooled: mx.array | None = None  # (B, hidden) of the pass: what the pooling has so far
-        self._vectors: list[tuple[int, mx.array]] = []  # that are to be handed out
+        self._pooled: mx.array | None = None  # (B, hidden), the pooled states of the pass so far
+        self._vectors: list[tuple[int, mx.array]] = []  # not taken yet
         longest = len(self._texts[self._left[-1]])
         context = context_limit(model, pool.max_seq_len)
         if (context is not None and longest > context) or pool.pages_needed(longest) > pool.num_pages:
@@ -95,7 +92,7 @@ class EmbeddingState(PromptState):
 
     @property
     def left(self) -> int:
-        """Tokens of the pass that are to be fed, with padding."""
+        """Return how many tokens of the pass remain to be fed, with padding."""
         return len(self._fed) * (self._longest - self.sequences[0].length)
 
     @property
@@ -104,12 +101,12 @@ class EmbeddingState(PromptState):
 
     def reserve(self, pool: Pool) -> None:
         """Open the sequences of the next pass, at least one."""
-        self._left = [number for number in self._left if number in self.open]  # others were cancelled
+        self._left = [number for number in self._left if number in self.open]  # without cancelled ones
         longest = len(self._texts[self._left[-1]])
         most = 1 if self._is_exact or pool.single else max(1, pool.prefill_step_size // longest)
         while self._left and len(self._fed) < most and (not self._fed or pool.fits(longest)):
             first = self._texts[self._left[-1]][:1]
-            # Of a prompt of one token nothing is taken from earlier ones, in a conversation's cache either.
+            # A prompt of one token reuses no prefix, even in a conversation's cache.
             self.sequences.append(pool.sequence(longest, first))
             self._fed.append(self._left.pop())
 
@@ -138,7 +135,7 @@ class EmbeddingState(PromptState):
             return states[:, 0].astype(mx.float32) if self._pooled is None else self._pooled
         left = mx.array(
             [min(length - start, S) for length in lengths]
-        )  # (B,) tokens of the chunk, no padding
+        )  # (B,) tokens in the chunk, without padding
         if self._pooling.kind == "last":
             last = mx.take_along_axis(states, (left - 1)[:, None, None], axis=1)  # (B, 1, hidden)
             return last[:, 0].astype(mx.float32)
@@ -147,9 +144,7 @@ class EmbeddingState(PromptState):
         return total if self._pooled is None else self._pooled + total
 
     def _end_texts(self, end: int) -> None:
-        """Keep the vectors of the texts that have ended, which are the shortest, and release their
-        sequences.
-        """
+        """Store the vectors of texts that end by position ``end``, and release their sequences."""
         count = sum(len(self._texts[number]) > end for number in self._fed)
         assert self._pooled is not None
         ended = self._fed[count:]
@@ -159,7 +154,7 @@ class EmbeddingState(PromptState):
         if self._pooling.kind == "mean":
             vectors = vectors / mx.array([[len(self._texts[number])] for number in ended])
         rows = list(self._finished(vectors))
-        mx.eval(rows)  # another thread could not
+        mx.eval(rows)  # another thread cannot evaluate them
         self._vectors += zip(ended, rows, strict=True)
         for sequence in self.sequences[count:]:
             sequence.release()
@@ -168,7 +163,7 @@ class EmbeddingState(PromptState):
         self._pooled = self._pooled[:count] if count else None
 
     def _finished(self, vectors: mx.array) -> mx.array:
-        """Shorten pooled states (B, hidden), and divide them by their lengths if the model's are."""
+        """Shorten pooled states (B, hidden), and normalize them if the model does."""
         width = vectors.shape[-1]
         if self._dimensions is not None:
             if self._dimensions > width:
@@ -179,10 +174,10 @@ class EmbeddingState(PromptState):
         return vectors
 
     def share(self, **options: bool) -> None:
-        """Share nothing: no cache of a text is kept."""
+        """Share nothing."""
 
     def take(self) -> list[tuple[int, mx.array]]:
-        """Return the vectors (D,), float32, that were not taken yet, with the numbers of their texts."""
+        """Return the new vectors (D,), float32, with the numbers of their texts."""
         vectors = self._vectors
         self._vectors = []
         return vectors

@@ -1,4 +1,4 @@
-"""Drafts of the model's own head, whose layer is in the cache of the answer that drafts."""
+"""Draft with the model's head, whose layer is part of the cache of each answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from kvant.engine.drafts import Drafter, Drafts, Source
 from kvant.errors import ArgumentError, one_line
 from kvant.models.mtp import HeadedModel
 
-DEFAULT_HEAD_TOKENS = 3  # of a draft; a head's later tokens rest on its own output
+DEFAULT_HEAD_TOKENS = 3  # of a draft; later tokens depend on the head's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeadDrafts(Drafts):
-    """Drafts of a model that was loaded with its head."""
+    """Drafts with the head of a model."""
 
     asked = "draft", "is 'mtp'"
 
@@ -23,7 +23,7 @@ class HeadDrafts(Drafts):
 
     @classmethod
     def of(cls, model: Any, num_draft_tokens: int | None = None) -> "HeadDrafts":
-        """Those of a model, which has to have a head."""
+        """Return the drafts of a model; raise an ArgumentError if it was loaded without a head."""
         if not isinstance(model, HeadedModel):
             raise ArgumentError(
                 "draft", "is 'mtp'; the model was loaded without its head: load(..., mtp=True) loads it"
@@ -38,7 +38,7 @@ class HeadDrafts(Drafts):
         return HeadDrafter(sequence)
 
     def propose(self, drafters: Sequence["HeadDrafter"], counts: Sequence[int]) -> list[list[int]] | None:
-        """As :meth:`Drafts.propose`: all sequences in one step a token, as many as any of them drafts."""
+        """Draft for all sequences together, one token a step; see :meth:`Drafts.propose`."""
         sequences = [drafter.sequence for drafter in drafters]
         try:
             drafted = self.model.draft(
@@ -51,24 +51,24 @@ class HeadDrafts(Drafts):
             for drafter in drafters:
                 drafter.ended = f"the head failed: {one_line(error)}"
             return [[] for _ in drafters]
-        return [own[:count] for own, count in zip(ids, counts, strict=True)]
+        return [draft[:count] for draft, count in zip(ids, counts, strict=True)]
 
 
 class HeadDrafter(Drafter):
-    """An answer's place in a head's drafts: its sequence, which has the head's rows, and its last token."""
+    """The drafting state of an answer: its sequence, which includes the head's rows, and its last token."""
 
     is_free = False
 
     def __init__(self, sequence: PoolSequence) -> None:
         self.sequence = sequence
-        self.last = 0  # the token that is fed next
+        self.last = 0  # the next token to feed
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.last = tokens[-1] if tokens else self.last
 
 
 def drafts_of(draft: object, model: object, num_draft_tokens: int | None = None) -> Drafts | None:
-    """What ``draft="prompt"``, "mtp" or "none" asks of a model; None: no drafts."""
+    """Return the drafts that ``draft="prompt"``, "mtp" or "none" stands for; None: no drafts."""
     if draft not in get_args(Source):
         raise ArgumentError("draft", f"is {draft!r}; expected {' or '.join(map(repr, get_args(Source)))}")
     if draft == "mtp":

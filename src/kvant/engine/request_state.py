@@ -23,43 +23,43 @@ from kvant.text.prompt import token_ids
 
 
 class PromptState(ABC):
-    """A request that a pool can serve, as a scheduler knows it until its prompt was fed."""
+    """The state of a request until its prompt is fed."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.open = set(range(request.answers))  # the numbers of the answers that have not ended
-        # Reserved for its answers until they run. The prompt is fed to the first.
+        # Reserved for the answers until they run. The prompt is fed to the first one.
         self.sequences: list[PoolSequence] = []
-        self.cached = 0  # tokens of the prompt that a shared prefix had
+        self.cached = 0  # tokens of the prompt from a shared prefix
 
     @property
     def sequences_needed(self) -> int:
-        """Sequences that have to be free before its prompt is fed."""
+        """Return how many sequences must be free before its prompt is fed."""
         return len(self.open)
 
     @property
     @abstractmethod
     def left(self) -> int:
-        """Tokens that are to be fed."""
+        """Return how many tokens remain to be fed."""
 
     @abstractmethod
     def reserve(self, pool: Pool) -> None:
-        """Open its sequences."""
+        """Open sequences for it."""
 
     @abstractmethod
     def feed(self, model: LanguageModel, pool: Pool, room: int) -> mx.array | None:
         """Feed a chunk of at most ``room`` tokens.
 
-        Returns the logits (1, vocab) of the prompt's end, or None before, and where no token is sampled.
+        Return the logits (1, vocab) at the end of a prompt that is continued, otherwise None.
         """
 
     def fetch(self) -> bool:
-        """Read some of its prompt from disk. Returns whether there is more to read."""
+        """Read some of its prompt from disk; return whether there is more to read."""
         return False
 
     @abstractmethod
     def share(self, **options: bool) -> None:
-        """Let later requests begin with what was fed; options as of :meth:`PoolSequence.share_prefix`."""
+        """Share the fed tokens with later requests; see :meth:`PoolSequence.share_prefix` for options."""
 
     def release(self) -> None:
         """Release its sequences."""
@@ -124,7 +124,7 @@ class RequestState(PromptState):
         )
         self.logprobs = PromptLogprobs(self.ids, request.top_logprobs) if request.prompt_logprobs else None
         self.start = 0  # number of first tokens from a shared prefix or the request's own cache
-        # number of first tokens that whole chunks of 128 computed, here or in the shared prefix
+        # number of first tokens computed in whole chunks of 128, here or in the shared prefix
         self.exact = 0
 
     def _set_limits(self, model: LanguageModel, pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""How a model's vectors of texts are made, as the sentence-transformers files of its folder say."""
+"""Read how a model pools embeddings from the sentence-transformers files of its folder."""
 
 import os
 import re
@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 from kvant.errors import ArgumentError, ModelError
 from kvant.files import MAX_CONFIG_BYTES, parse_json, read_bytes, read_json, read_optional
 
-PoolingKind = Literal["last", "mean"]  # what a caller may ask for
+PoolingKind = Literal["last", "mean"]  # what a caller may choose
 Kind = Literal["last", "mean", "first"]
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 LIMITS = "sentence_bert_config.json"
 FOLDER = re.compile(r"[0-9]{1,2}_Pooling")
-# The ways to pool, which a Pooling module's settings name by a word, or in older files by a flag for each.
+# A Pooling module's settings have a word for the kind, or in older files a flag for each kind.
 WORDS: Mapping[str, Kind] = {"lasttoken": "last", "mean": "mean", "cls": "first"}
 FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
@@ -30,10 +30,10 @@ class Pooling:
     """How the hidden states of a text's tokens become one vector.
 
     Attributes:
-        kind: the last token's, the mean of all, or the first token's.
-        normalizes: the vector is divided by its length.
-        prompt: text that is put before every text.
-        max_tokens: tokens that a text may have; None: as many as the model's context.
+        kind: the last token's state, the mean of all, or the first token's state.
+        normalizes: whether vectors are normalized to length 1.
+        prompt: a prefix for every text.
+        max_tokens: the maximum number of tokens in a text; None: the model's context.
     """
 
     kind: Kind
@@ -43,11 +43,11 @@ class Pooling:
 
 
 def choose_pooling(folder: Path | None, asked: PoolingKind | None) -> Pooling:
-    """Return how the model of a folder pools. ``asked`` overrides the way that its files name.
+    """Return how the model of a folder pools. ``asked`` overrides the kind in its files.
 
     Raises:
-        ArgumentError: an unknown ``pooling``, or none where the folder has no files that name one.
-        ModelError: files that ask for something that kvant does not compute.
+        ArgumentError: ``asked`` is unknown, or None and the folder has no such files.
+        ModelError: the files need something that kvant does not support.
     """
     if asked is not None and asked not in get_args(PoolingKind):
         raise ArgumentError("pooling", f"is {asked!r:.80}; expected 'last' or 'mean'")
@@ -55,16 +55,16 @@ def choose_pooling(folder: Path | None, asked: PoolingKind | None) -> Pooling:
     if pooling_of_files is not None:
         return pooling_of_files if asked is None else replace(pooling_of_files, kind=asked)
     if asked is None:
-        reason = f"the model has no {MODULES} of sentence-transformers, which says how it pools"
+        reason = f"the model has no {MODULES} of sentence-transformers, which would define it"
         raise ArgumentError("pooling", f"is not given, and {reason}; expected 'last' or 'mean'")
     return Pooling(asked)
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """Read a folder's sentence-transformers files; None: it has none.
+    """Read a folder's sentence-transformers files; return None if it has none.
 
     Raises:
-        ModelError: files that cannot be read, or that ask for something that kvant does not compute.
+        ModelError: the files cannot be read, or need something that kvant does not support.
     """
     path = folder / MODULES
     if not os.path.lexists(path):
@@ -98,7 +98,7 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """Return the class and the folder of each module of modules.json, whose content is a list."""
+    """Return the class and the folder of each module in modules.json, which is a list."""
     content = read_bytes(path, MAX_CONFIG_BYTES)
     listed = parse_json(b'{"modules": %b}' % content, path)["modules"]
     entries = listed if isinstance(listed, list) else [listed]
@@ -111,7 +111,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _default_prompt(path: Path) -> str:
-    """Return the prompt that is put before a text if a caller names none."""
+    """Return the default prompt, or an empty string."""
     settings = read_optional(path)
     name = settings.get("default_prompt_name")
     prompts = settings.get("prompts")
@@ -124,12 +124,12 @@ def _default_prompt(path: Path) -> str:
 
 
 def _kind(path: Path, raw: Mapping[str, Any]) -> Kind:
-    """Return the way to pool that a Pooling module's settings name."""
+    """Return the kind that a Pooling module's settings select."""
     word = raw.get("pooling_mode")
     flags = [name for name, value in raw.items() if name.startswith("pooling_mode_") and value is True]
     named = [word] if isinstance(word, str) else flags
     kinds = [WORDS.get(FLAGS.get(name, name)) for name in named]
     if len(kinds) != 1 or kinds[0] is None:
-        said = ", ".join(named)[:120] or "nothing"
-        raise ModelError(f"{path}: it pools by {said}; expected one of {', '.join(WORDS)}")
+        shown = ", ".join(named)[:120] or "nothing"
+        raise ModelError(f"{path}: it pools by {shown}; expected one of {', '.join(WORDS)}")
     return kinds[0]
