@@ -12,7 +12,7 @@ _forked = False
 class ComputeLock:
     """A cache's lock for the thread that computes with it. Another thread is refused instead of waiting.
 
-    MLX's arrays do not support concurrent use, which crashes the process. Threads may take turns.
+    MLX's arrays do not support concurrent use, which crashes the process.
     """
 
     __slots__ = ("_lock",)

@@ -427,7 +427,7 @@ def test_the_end_while_a_model_loads(folders: dict[str, Path]) -> None:
         ending = asyncio.run_coroutine_threadsafe(server.server.end(), server.loop)
         refused = answer.result(SOON)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-        assert "the server is ending" in refused.json()["error"]["message"]
+        assert "the server is shutting down" in refused.json()["error"]["message"]
         ending.result(SOON)
         assert not gate.open.is_set()
         gate.open.set()

@@ -23,7 +23,7 @@ class Line:
         self._end = asyncio.Semaphore(0)
 
     async def ask(self, name: str, client: str = "a", size: int = 1, room: int = ROOM) -> None:
-        async with self.queue.turn(client, size, room):
+        async with self.queue.slot(client, size, room):
             self.begun.append(name)
             await self._end.acquire()
 

@@ -7,16 +7,16 @@ from queue import SimpleQueue
 
 
 class ReusedThread:
-    """Calls a function in a daemon thread, which calls another one's when this one has returned.
+    """Calls a function in a daemon thread, which is then reused for another function.
 
-    MLX computes in threads of the system, one for each stream. It keeps them when the thread that a stream
-    belongs to has ended, so a new thread for each loaded model would be a leak.
+    MLX starts a system thread for each stream and keeps it after the stream's thread has ended. A new thread
+    for each loaded model would therefore be a leak.
     """
 
-    def __init__(self, work: Callable[[], object], name: str) -> None:
-        """``name``: of the thread, as long as the work goes on."""
+    def __init__(self, function: Callable[[], object], name: str) -> None:
+        """``name``: the thread's name while it calls the function."""
         self.name = name
-        self._work: Callable[[], object] | None = work
+        self._function: Callable[[], object] | None = function
         self._ident: int | None = None  # of the thread
         self._ended = threading.Event()
 
@@ -29,34 +29,34 @@ class ReusedThread:
         thread.jobs.put(self)
 
     def run(self) -> None:
-        """Do the work, and forget it; called in the thread."""
-        assert self._work is not None
+        """Call the function in the thread, then release it."""
+        assert self._function is not None
         self._ident = threading.get_ident()
         try:
-            self._work()
+            self._function()
         finally:
-            self._work = None
+            self._function = None
 
     def end(self) -> None:
-        """Called in the thread when it is idle."""
+        """Mark the call as ended, when the thread is idle again."""
         self._ended.set()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is the work itself."""
+        """Return whether the caller runs in the called function."""
         return self.is_alive() and threading.get_ident() == self._ident
 
     def is_alive(self) -> bool:
-        """Return whether the work has not ended."""
+        """Return whether the call has not ended."""
         return not self._ended.is_set()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the work has ended."""
+        """Wait until the call has ended."""
         self._ended.wait(timeout)
 
 
 class _Thread(threading.Thread):
-    """Does one work after another."""
+    """Runs one job after another."""
 
     def __init__(self) -> None:
         super().__init__(name=IDLE, daemon=True)
@@ -73,16 +73,16 @@ class _Thread(threading.Thread):
             self.name = IDLE
             _idle.append(self)
             job.end()
-            del job  # and all that it refers to
+            del job  # release everything it refers to
 
 
-IDLE = "kvant-idle"  # the name of a thread without work
+IDLE = "kvant-idle"  # the name of an idle thread
 _idle: list[_Thread] = []
 
 
 @atexit.register
 def _end_idle() -> None:
-    """End the threads: one that MLX knows must not be there when the interpreter ends."""
+    """End the idle threads: none that MLX knows may exist when the interpreter ends."""
     for thread in _idle:
         thread.jobs.put(None)
     for thread in _idle:

@@ -1,4 +1,4 @@
-"""What ``kvant ps`` and ``kvant stop`` ask of a server; only its user knows the token that they send."""
+"""The routes for ``kvant ps`` and ``kvant stop``, which send a token that only the server's user knows."""
 
 import asyncio
 
@@ -19,15 +19,15 @@ class UnloadBody(Fields, frozen=True):
 
 
 async def list_models(request: Request) -> Response:
-    """GET /control/models: the state of every model."""
+    """Handle GET /control/models: return the state of every model."""
     registry: Registry = request.app.state.registry
     return JSONResponse({"models": [registry.describe(model) for model in registry.models]})
 
 
 async def unload(request: Request) -> Response:
-    """POST /control/unload: unload one model or all, at once or when their requests have ended.
+    """Handle POST /control/unload: unload one model or all as soon as their requests have ended.
 
-    The answer has the models that were loaded or loading, each with whether it is unloaded now.
+    Return the models that were loaded or loading, each with whether it is unloaded now.
     """
     registry: Registry = request.app.state.registry
     async with await BodyReader.of(request) as reader:

@@ -1,7 +1,7 @@
-"""OpenAI's /v1/embeddings (platform.openai.com): vectors of texts, beside the answers of other requests.
+"""OpenAI's /v1/embeddings (platform.openai.com), which runs alongside other requests.
 
-All texts of a body are one request of the engine. It feeds them by turns with the prompts of others, and the
-answers that run get a token after every chunk.
+All texts of a body are one request to the engine. It alternates between them and other prompts, and running
+answers get a token after every chunk.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ from kvant.server.service import Service
 from kvant.text.pooling import Pooling, choose_pooling
 
 MAX_TEXTS = 2048  # OpenAI's
-MAX_DIMENSIONS = 1 << 20  # more than any model has; its own number is known when it computes
-# A value that is not named is refused: the client could not read the vectors.
+MAX_DIMENSIONS = 1 << 20  # more than any model has, for models whose width is unknown
+# Other values are refused, because the client could not read the vectors.
 EncodingField = Annotated[Literal["float", "base64"], msgspec.Meta(title="encoding_format")] | None
 
 
 class EmbeddingsBody(Fields, frozen=True, kw_only=True):
-    """The body."""
+    """The body of a request."""
 
     model: str
-    input: str | list[str | int | list[int]]  # a list of numbers is one text
+    input: str | list[str | int | list[int]]  # a list of integers is one text
     encoding_format: EncodingField = None
     dimensions: int | None = None
-    user: Any = None  # a label of the client's
+    user: Any = None  # a label for the client's use
 
 
 async def embeddings(request: Request) -> Response:
-    """Answer with a vector of each text."""
+    """Return a vector for each text."""
     left_out: LeftOut = request.state.left_out
     usage: Usage = request.state.usage
     async with await BodyReader.of(request) as reader:
@@ -62,7 +62,7 @@ async def embeddings(request: Request) -> Response:
     async def compute() -> tuple[EmbeddingRequest, list[mx.array]]:
         asked = await asyncio.to_thread(_prepare, service, texts, body.dimensions)
         usage.fed(len(asked.prompt))
-        getattr(request.state, FORGET)()  # the texts of others may take minutes
+        getattr(request.state, FORGET)()  # waiting for other texts may take minutes
         return asked, await _vectors(service, asked)
 
     asked, vectors = await unless_gone(request.receive, compute())
@@ -73,7 +73,7 @@ async def embeddings(request: Request) -> Response:
 
 
 def _prepare(service: Service, texts: list[str | list[int]], dimensions: int | None) -> EmbeddingRequest:
-    """Return the engine's request. This waits for the tokenizer's process."""
+    """Return the engine's request. This blocks while the tokenizer's process encodes."""
     pooling = _pooling(service)
     most = longest_text(service.model, service.max_seq_len, pooling)
     encoded = []
@@ -93,20 +93,20 @@ def _prepare(service: Service, texts: list[str | list[int]], dimensions: int | N
 
 
 def _pooling(service: Service) -> Pooling:
-    """Return how the model pools; an ApiError if nothing says so, or kvant does not compute it."""
+    """Return how the model pools; raise an ApiError if this is unknown or not supported."""
     folder = service.tokenizer.folder
     try:
         return choose_pooling(folder, service.settings.pooling)
     except ArgumentError as error:
-        said = "the model makes no embeddings: it has no sentence-transformers files, which say how it pools"
-        raise ApiError(f"{said}; start kvant serve with --pooling last or mean", param="model") from error
-    except ModelError as error:  # without the path, which says more of the machine than a client needs
-        said = str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "")
-        raise ApiError(f"the model makes no embeddings here: {said}", param="model") from error
+        problem = "no sentence-transformers files define how the model pools embeddings"
+        raise ApiError(f"{problem}; start kvant serve with --pooling last or mean", param="model") from error
+    except ModelError as error:  # without the path, which would reveal details of the machine
+        problem = str(error).replace(f"{folder}/", "").replace(f"{folder}: ", "")
+        raise ApiError(f"kvant cannot compute this model's embeddings: {problem}", param="model") from error
 
 
 async def _vectors(service: Service, asked: EmbeddingRequest) -> list[mx.array]:
-    """Return the vectors in the order of the texts. Whoever is cancelled while waiting ends the request."""
+    """Return the vectors in the order of the texts. Cancelling this cancels the request."""
     loop = asyncio.get_running_loop()
     tokens = asyncio.Queue[Token]()
     vectors: dict[int, mx.array] = {}
@@ -127,9 +127,9 @@ async def _vectors(service: Service, asked: EmbeddingRequest) -> list[mx.array]:
 
 
 async def _written(vectors: list[mx.array], end: dict[str, Any], *, as_text: bool) -> AsyncIterator[bytes]:
-    """Write an answer vector by vector: as JSON, all of them would take five times their memory.
+    """Yield the answer vector by vector, because all vectors as JSON would take five times their memory.
 
-    ``as_text``: vectors as their bytes in base64.
+    ``as_text``: encode each vector's bytes in base64.
     """
     yield b'{"object":"list","data":['
     for number, vector in enumerate(vectors):

@@ -1,6 +1,6 @@
-"""One way from a request to its answer, whole or streamed, for every interface.
+"""Turn a request into its answer, whole or streamed, for every interface.
 
-A client that goes away ends what was begun for it.
+If the client disconnects, its generation is cancelled.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from kvant.server.security import FORGET, count_marks
 from kvant.server.service import Service
 
 T = TypeVar("T")
-PAUSE_S = 10.0  # without an event, after which a stream says that it goes on: clients and proxies give up
+PAUSE_S = 10.0  # without an event until a stream shows that it is alive, before clients and proxies give up
 COMMENT = b": the prompt is read\n\n"
 GONE = 499  # nginx's status; only a client that closed just its sending side can read it
 SMALL_BODY = 64 << 10  # bytes; a body of this size is decoded in a few milliseconds, whatever it contains
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # a proxy passes on each event as it comes
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies forward each event immediately
 
 
 class Encoder(ABC):
-    """Turns the events of one request into an interface's answer."""
+    """Converts the events of one request to an interface's answer."""
 
     done = b""  # ends a stream
 
     def add(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The stream's events for the next one; they have to be taken all."""
+        """Return the stream's messages for an event; the caller must exhaust them."""
         match event:
             case Begun():
                 return self.begun(event)
@@ -69,26 +69,24 @@ class Encoder(ABC):
     def end(self, event: End) -> Iterator[dict[str, Any]]: ...
 
     def waiting(self) -> Iterator[dict[str, Any]]:
-        """The events of a stream in which there has been nothing to say for a while; without any, a
-        comment is sent.
-        """
+        """Return the stream's messages after a pause; if there are none, a comment is sent."""
         return iter(())
 
     @abstractmethod
     def whole(self) -> dict[str, Any]:
-        """The answer in one object, of all events so far."""
+        """Return the answer as one object, from all events so far."""
 
     @abstractmethod
     def failed(self, error: ApiError, request_id: str) -> Iterable[dict[str, Any]]:
-        """The stream's last events of an answer that could not be ended."""
+        """Return the stream's last messages for an answer that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """An interface that answers with generated text."""
 
-    body: type[Any]  # of its bodies, which have ``model`` and ``stream``
-    # that a body asks for, of one prompt each
+    body: type[Any]  # the type of bodies, with ``model`` and ``stream``
+    # returns the generations of a body, each with one prompt
     generations: Callable[[Any, Service, LeftOut], Sequence[Generation]]
     encoder: Callable[[str, Any, Sequence[Generation], Service], Encoder]  # ``str``: the served model's name
 
@@ -128,87 +126,86 @@ class Dialect:
 
 
 def _whose(request: Request) -> tuple[bytes, str]:
-    """The key and the address that a request came with."""
+    """Return the salt of a request's key, and its address."""
     return request.state.salt, request.client.host if request.client else ""
 
 
 class BodyReader:
-    """Calls functions that look at one request's body.
+    """Calls functions that process the body of a request.
 
-    A small body is looked at once. Large ones are looked at in a thread, one body at a time, while other
-    requests are answered.
+    Small bodies are processed immediately. Large ones are processed in a thread, one at a time.
     """
 
     def __init__(self, request: Request, body: bytes) -> None:
         self._request = request
         self._body = body
         self._marks = 0 if len(body) <= SMALL_BODY else count_marks(body)
-        self._turn: AsyncExitStack | None = None  # while it is this body's
+        self._slot: AsyncExitStack | None = None  # while this body has the queue's slot
 
     @classmethod
     async def of(cls, request: Request) -> "BodyReader":
         """Return a reader of a request's whole body."""
         return cls(
-            request, b"".join([part async for part in request.stream()])
-        )  # Request.body() would keep it
+            request, b"".join([chunk async for chunk in request.stream()])
+        )  # Request.body() would cache it
 
     async def __aenter__(self) -> "BodyReader":
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._end_turn()
+        await self._release_slot()
 
     async def decode(self, kind: type[T], left_out: LeftOut | None = None, tokens: float = math.inf) -> T:
-        """Return the body as ``kind``, as :func:`kvant.server.body.decode`, and forget its bytes."""
+        """Decode the body with :func:`kvant.server.body.decode`, and release its bytes."""
         body = self._body
         self._body = b""
         return await self.call(partial(decode, body, kind, left_out, tokens))
 
     async def use_model(self, name: str | None) -> tuple[Service, str]:
-        """Return the service of the model that a body names, and the name that its answer carries.
+        """Return the service of the model with this name, and the name for the answer.
 
-        The model is loaded if it is not, and stays loaded until the request has ended.
+        The model is loaded if needed, and stays loaded until the request has ended.
         """
         registry: Registry = self._request.app.state.registry
         model = registry.find(name)
         acquired = registry.acquire(model, self._request.state.leases)
         if model.service is not None:
             return await acquired, model.name
-        await self._end_turn()
+        await self._release_slot()
         return await unless_gone(self._request.receive, acquired), model.name
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Call a function that may take as long as the body is large."""
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call a function whose duration depends on the size of the body."""
         if not self._marks:
-            return work()
+            return function()
         try:
-            return await unless_gone(self._request.receive, self._in_thread(work))
+            return await unless_gone(self._request.receive, self._in_thread(function))
         except QueueFullError as error:
             raise busy(error) from error
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, function: Callable[[], T]) -> T:
         registry: Registry = self._request.app.state.registry
-        if self._turn is None:
+        if self._slot is None:
             room = registry.settings.max_queue
             async with AsyncExitStack() as stack:
-                turn = registry.reading.turn(_whose(self._request), self._marks, room)
-                await stack.enter_async_context(turn)
-                self._turn = stack.pop_all()
-        return await registry.reading.call(work)
+                slot = registry.reading.slot(_whose(self._request), self._marks, room)
+                await stack.enter_async_context(slot)
+                self._slot = stack.pop_all()
+        return await registry.reading.call(function)
 
-    async def _end_turn(self) -> None:
-        if self._turn is not None:
-            await self._turn.aclose()
-            self._turn = None
+    async def _release_slot(self) -> None:
+        if self._slot is not None:
+            await self._slot.aclose()
+            self._slot = None
 
 
 async def together(
     streams: Sequence[AsyncGenerator[Event, None]], answers: int, at_once: int
 ) -> AsyncGenerator[Event, None]:
-    """The events of several generations as they come, of so many at once; their answers are numbered on.
+    """Yield the events of several generations as they arrive, ``at_once`` of them at a time.
 
-    No more than one of them waits for its prompt: together they take one place of the engine's queue. Closing
-    it ends all of them.
+    Answers are numbered consecutively, ``answers`` per generation. At most one generation waits for its
+    prompt, so that together they use one place in the engine's queue. Closing the generator ends all of them.
     """
     queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
     places = asyncio.Semaphore(at_once)
@@ -222,7 +219,7 @@ async def together(
 
         try:
             async with places, aclosing(events):
-                async with first:  # until its prompt was fed
+                async with first:  # until its prompt is fed
                     for _ in range(2):
                         put(await anext(events))
                 async for event in events:
@@ -251,15 +248,15 @@ async def together(
         await _end(*tasks)
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Wait for work that is cancelled when the client goes away. The body must have been read."""
-    working = asyncio.ensure_future(work)
+async def unless_gone(receive: Receive, awaitable: Awaitable[T]) -> T:
+    """Await something, or cancel it if the client disconnects. The body must have been read."""
+    working = asyncio.ensure_future(awaitable)
     watching = asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             message = (
-                "the client closed its side of the connection; expected it open until the answer has come"
+                "the client closed its side of the connection; keep it open until the answer has arrived"
             )
             raise ApiError(message, status=GONE)
         return working.result()
@@ -268,14 +265,14 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def _end(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel what has not ended, and wait for it."""
+    """Cancel tasks that have not ended, and wait for them."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:
-    """Wait until the client goes away."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -290,7 +287,7 @@ async def _take_all(first: Event, rest: AsyncGenerator[Event, None], encoder: En
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of an answer. A client that goes away ends it."""
+    """Server-sent events of an answer, which ends if the client disconnects."""
 
     def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
         super().__init__(lines, headers=HEADERS, media_type="text/event-stream")
@@ -298,14 +295,14 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._lines):
-            with suppress(ApiError):  # the client went away
+            with suppress(ApiError):  # the client disconnected
                 await unless_gone(receive, self.stream_response(send))
 
 
 async def _lines(
     first: Event, rest: AsyncGenerator[Event, None], encoder: Encoder, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream as they are sent."""
+    """Yield the lines of a stream."""
     async with aclosing(rest):
         try:
             for message in encoder.add(first):
@@ -323,7 +320,7 @@ async def _lines(
                 log_cause(request_id, error)
             else:
                 logger.error("%s: an answer failed after it had begun: %s", request_id, described(error))
-                failed = ApiError("the answer failed; the server's log says why", status=500)
+                failed = ApiError("the answer failed; see the server's log", status=500)
             for message in encoder.failed(failed, request_id):
                 yield _line(message)
         else:
@@ -331,7 +328,7 @@ async def _lines(
 
 
 async def _with_pauses(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event | None, None]:
-    """Events as they come, and None after each PAUSE_S seconds without one."""
+    """Yield events as they arrive, and None after each PAUSE_S seconds without one."""
     coming: asyncio.Future[Event] | None = None
     try:
         while True:
@@ -340,10 +337,10 @@ async def _with_pauses(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Ev
             if not done:
                 yield None
                 continue
-            found = coming
+            arrived = coming
             coming = None
             try:
-                yield found.result()
+                yield arrived.result()
             except StopAsyncIteration:
                 return
     finally:

@@ -1,6 +1,6 @@
-"""The models that a server offers: which are loaded, and which is unloaded to make room for another.
+"""Load and unload the models that a server offers, so that the loaded ones fit in memory.
 
-All of it runs in the event loop's thread, except loading and unloading themselves.
+Everything runs in the event loop's thread, except loading and unloading themselves.
 """
 
 import asyncio
@@ -29,26 +29,26 @@ from kvant.server.turn_queue import TurnQueue
 from kvant.sizes import format_bytes
 
 DEFAULT_CONTEXT = 4096  # tokens, until the model is loaded
-RETRY_S = 5  # what a client is told to wait if there is no room for its model
-models_logger = logging.getLogger("kvant.server.models")  # a line for each load
-FLUSH_S = 5.0  # that unloading waits for the disk cache to be written
-STOP_S = 5.0  # that whoever unloads a model by hand waits: less than `kvant stop` waits for its answer
+RETRY_S = 5  # Retry-After if there is no room for a model
+models_logger = logging.getLogger("kvant.server.models")  # a line each time a model is loaded or unloaded
+FLUSH_S = 5.0  # how long unloading waits until the disk cache is written
+STOP_S = 5.0  # how long `kvant stop` waits for a model to unload, less than its own timeout
 
 
 @dataclass(eq=False, slots=True)
 class ServedModel:
     """A model that a server offers, loaded or not."""
 
-    names: tuple[str, ...]  # answers carry the first
+    names: tuple[str, ...]  # the first one is in answers
     aliases: tuple[str, ...]  # further names
     patterns: tuple[str, ...]  # of further names, such as ``claude-*``
     load: Callable[[Metrics], Service]
-    # bytes by name, :func:`kvant.plan.memory.as_record`; empty if nothing was planned before it is loaded
+    # bytes by name from :func:`kvant.plan.memory.as_record`; empty if not planned before loading
     planned: Mapping[str, int]
-    context: int  # the most tokens of a prompt and its answer
-    # Only the registry changes what follows.
-    service: Service | None = field(default=None, init=False)  # None: it is not loaded
-    users: int = field(default=0, init=False)  # requests that use it or wait until it is loaded
+    context: int  # the maximum tokens of a prompt and its answer
+    # Only the registry changes the following fields.
+    service: Service | None = field(default=None, init=False)  # None: not loaded
+    users: int = field(default=0, init=False)  # requests that use it or wait for it to load
     loading: "asyncio.Task[None] | None" = field(default=None, init=False)
     loaded_at: float = field(default=-math.inf, init=False)  # by time.monotonic()
     used_at: float = field(default=-math.inf, init=False)  # when the last request ended
@@ -58,17 +58,17 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that answers carry."""
+        """Return the name that is in answers."""
         return self.names[0]
 
     @property
     def idle_since(self) -> float:
-        """When its last request ended, or when it was loaded; by time.monotonic()."""
+        """Return when its last request ended or it was loaded, by time.monotonic()."""
         return max(self.used_at, self.loaded_at)
 
     @property
     def planned_bytes(self) -> int:
-        """What the model takes of the server's memory."""
+        """Return the memory that the model needs, as planned."""
         return self.planned.get("total", 0)
 
     def matches(self, name: str) -> bool:
@@ -82,7 +82,7 @@ def served_model(
     planned: Mapping[str, int] | None = None,
     context: int = DEFAULT_CONTEXT,
 ) -> ServedModel:
-    """Return a model that is not loaded, under the names that its settings give it."""
+    """Return a model, not loaded, with the names in its settings."""
     patterns = tuple(alias for alias in settings.aliases if {"*", "?", "["} & {*alias})
     return ServedModel(
         names=model_names(settings.model),
@@ -95,13 +95,13 @@ def served_model(
 
 
 def ending() -> ApiError:
-    """Return what a client is told when the server ends."""
-    message = "the server is ending; it takes no further requests"
+    """Return the error for requests while the server shuts down."""
+    message = "the server is shutting down and accepts no further requests"
     return ApiError(message, status=503, headers={"retry-after": "5", "connection": "close"})
 
 
 class Registry:
-    """The models of one server, and what all of them share."""
+    """The models of a server, and the state that they share."""
 
     def __init__(
         self, settings: Settings, models: Sequence[ServedModel], memory_bytes: float = math.inf
@@ -109,40 +109,40 @@ class Registry:
         """Offer models, none of which is loaded yet.
 
         Args:
-            settings: those of the server; each service has its own model's.
+            settings: the server's; each service has settings of its model.
             models: the first one answers requests that name no model.
-            memory_bytes: what all loaded models together may plan.
+            memory_bytes: the maximum total of the loaded models' planned bytes.
         """
         self.settings = settings
         self.models = tuple(models)
         self.memory_bytes = memory_bytes
         self.reading = TurnQueue("kvant-body")  # decodes large bodies, one at a time
-        self.draining = False  # no further request is accepted
-        self.active = 0  # requests that are being answered, their bodies read
+        self.draining = False  # whether new requests are refused
+        self.active = 0  # requests being answered, after their bodies were read
         self.started = time.time()
         self.metrics = Metrics(self.snapshot)
-        self._drafts = DraftCounts()  # of models that are no longer loaded
-        self._disk: DiskCache | None = None  # of all models; its counters go on while none is loaded
-        self._lock = asyncio.Lock()  # held to load or unload a model
-        self._tasks: set[asyncio.Task[None]] = set()  # that unload; asyncio itself keeps no reference
+        self._drafts = DraftCounts()  # of unloaded models
+        self._disk: DiskCache | None = None  # of all models; its counters stay while none is loaded
+        self._lock = asyncio.Lock()  # must be held to load or unload a model
+        self._tasks: set[asyncio.Task[None]] = set()  # that unload; asyncio keeps only weak references
 
     @property
     def loaded(self) -> list[Service]:
-        """The services of the models that are loaded."""
+        """Return the services of the loaded models."""
         return [model.service for model in self.models if model.service is not None]
 
     @property
     def alive(self) -> bool:
-        """Whether every loaded model answers requests."""
+        """Return whether every loaded model answers requests."""
         return all(service.alive for service in self.loaded)
 
     @property
     def context(self) -> int:
-        """The most tokens that any of the models takes, before a body's model is known."""
+        """Return the longest context of all models, a limit before a body's model is known."""
         return max(model.context for model in self.models)
 
     def snapshot(self) -> Snapshot:
-        """Return what all loaded models do and hold now; any thread may ask."""
+        """Return the current state of all loaded models; safe in any thread."""
         services = self.loaded
         counts = [Counts(0, 0, 0, 0), *(each.counts for each in services)]
         return Snapshot(
@@ -160,14 +160,14 @@ class Registry:
         )
 
     def find(self, name: str | None) -> ServedModel:
-        """Return the model that a request names; the first one if it names none.
+        """Return the model with this name; None: the first one.
 
         Raises:
-            ApiError: 404, no model has this name.
+            ApiError: 404, no model has the name.
         """
         if name is None:
             return self.models[0]
-        # A name goes before any pattern, whichever model has it.
+        # Names of all models have priority over patterns.
         for model in self.models:
             if name in model.names or name in model.aliases:
                 return model
@@ -180,7 +180,7 @@ class Registry:
         raise ApiError(f"{message}; {advice}", status=404, param="model", code="model_not_found")
 
     def load_now(self, model: ServedModel) -> None:
-        """Load a model before the event loop runs. The loader's errors pass."""
+        """Load a model before the event loop runs; raise the loader's errors."""
         self._bound_memory(model)
         service = model.load(self.metrics)
         # This stops all threads, half a second for a large vocabulary. So a model that is loaded while others
@@ -190,18 +190,18 @@ class Registry:
         self._has_loaded(model, service)
 
     def start(self) -> None:
-        """Begin to count the idle time of models loaded by :meth:`load_now`; called in the event loop."""
+        """Start the keep-alive timers of models from :meth:`load_now`; call this in the event loop."""
         for model in self.models:
             self._schedule(model)
 
     async def acquire(self, model: ServedModel, leases: ExitStack) -> Service:
         """Return a model's service, loading it if needed. It stays loaded until ``leases`` is closed.
 
-        Requests for a model that is loaded never wait here.
+        Requests for a loaded model never wait here.
 
         Raises:
-            ApiError: 503, there is no room for the model now, or it cannot be loaded; 429, as many requests
-                wait for models as may.
+            ApiError: 503, there is no room for the model now, or loading fails; 429, too many requests are
+                waiting for models.
         """
         if model.service is None:
             self._check_can_load(model)
@@ -223,23 +223,23 @@ class Registry:
         return service
 
     async def unload(self, model: ServedModel) -> bool:
-        """Unload a model that is loaded or loading, at once or when its requests and other loads have ended.
+        """Unload a loaded or loading model as soon as its requests and other loads have ended.
 
-        Return whether it is unloaded now; this takes ``STOP_S`` seconds at most.
+        Return whether it is unloaded now, after ``STOP_S`` seconds at most.
         """
         model.is_stopping = model.service is not None or model.loading is not None
         await asyncio.wait([self._begin_unloading(model)], timeout=STOP_S)
         return not model.is_stopping
 
     def drain(self) -> None:
-        """Accept no further requests, and refuse those that wait for a model: loading may take minutes."""
+        """Refuse new requests and those waiting for a model, because loading may take minutes."""
         self.draining = True
         for model in self.models:
             if model.loading is not None:
-                model.loading.cancel()  # what its thread still loads is forgotten
+                model.loading.cancel()  # the thread finishes loading, and the result is dropped
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """End all services and what is under way."""
+        """End all services and their requests."""
         self.draining = True
         for service in self.loaded:
             service.close(timeout)
@@ -270,7 +270,7 @@ class Registry:
         if waiting >= self.settings.max_queue:
             headers = {"Retry-After": str(RETRY_S)}
             raise ApiError(
-                f"{waiting} requests wait for models to load, as many as may; try again later",
+                f"{waiting} requests are waiting for models to load, the maximum; try again later",
                 status=429,
                 code="rate_limit_exceeded",
                 headers=headers,
@@ -281,11 +281,11 @@ class Registry:
                 raise self._unavailable(message)
 
     async def _load(self, model: ServedModel) -> None:
-        """Load a model when it is its turn and there is room."""
+        """Load a model after earlier loads, when there is room."""
         try:
             async with self._lock:
                 await self._make_room(model)
-                if not model.users:  # every client has left
+                if not model.users:  # all clients have disconnected
                     return
                 self._bound_memory(model)
                 models_logger.info("loading %s", model.name)
@@ -293,7 +293,7 @@ class Registry:
                 if service is None:
                     await asyncio.to_thread(free_memory)
                     self._bound_memory()
-                    message = f"the model {model.name!r} could not be loaded; the server's log says more"
+                    message = f"the model {model.name!r} could not be loaded; see the server's log"
                     model.failure = time.monotonic(), message
                     raise self._unavailable(message)
                 self._has_loaded(model, service)
@@ -305,7 +305,7 @@ class Registry:
                 model.is_stopping = False
 
     async def _try_loading(self, model: ServedModel) -> Service | None:
-        """Load a model in a thread; None if that fails. The error, which holds what was read, goes."""
+        """Load a model in a thread; None if it fails, with the error, which references data, released."""
         try:
             return await asyncio.to_thread(model.load, self.metrics)
         except Exception as error:
@@ -323,17 +323,17 @@ class Registry:
         model.failure = None
         self.metrics.loaded(model.name)
 
-    async def _make_room(self, wanted: ServedModel) -> None:
-        """Unload models that no request uses, the least recently used first, until another one fits.
+    async def _make_room(self, new: ServedModel) -> None:
+        """Unload idle models, the least recently used first, until the new one fits.
 
-        Nothing is unloaded for a model that no request waits for any more.
-        A model stays loaded for ``limits.stay_s`` seconds at least, so that clients that ask for models in
-        turns cannot keep the server loading.
+        This stops if no request waits for the new model any more. Models stay loaded for at least
+        ``limits.stay_s`` seconds, so that clients that alternate between models cannot keep the server
+        loading.
         """
-        while wanted.users and (missing := self._planned_bytes(wanted) - self.memory_bytes) > 0:
+        while new.users and (missing := self._planned_bytes(new) - self.memory_bytes) > 0:
             idle = [model for model in self.models if model.service is not None and not model.users]
             if sum(model.planned_bytes for model in idle) < missing:
-                raise self._unavailable(self._no_room(wanted))
+                raise self._unavailable(self._no_room(new))
             oldest = min(idle, key=lambda model: model.idle_since)
             stays_s = oldest.loaded_at + self.settings.limits.stay_s - time.monotonic()
             if stays_s > 0:
@@ -341,20 +341,20 @@ class Registry:
             else:
                 await self._unload(oldest)
 
-    def _planned_bytes(self, wanted: ServedModel | None = None) -> int:
-        """Return the planned bytes of what is loaded, and of a model that is about to be."""
-        return sum(model.planned_bytes for model in self._in_memory(wanted))
+    def _planned_bytes(self, new: ServedModel | None = None) -> int:
+        """Return the planned bytes of the loaded models and of a new one."""
+        return sum(model.planned_bytes for model in self._in_memory(new))
 
-    def _in_memory(self, wanted: ServedModel | None) -> list[ServedModel]:
-        """Return the models that are loaded, and one that is about to be."""
-        return [model for model in self.models if model.service is not None or model is wanted]
+    def _in_memory(self, new: ServedModel | None) -> list[ServedModel]:
+        """Return the loaded models and a new one."""
+        return [model for model in self.models if model.service is not None or model is new]
 
-    def _no_room(self, wanted: ServedModel) -> str:
+    def _no_room(self, new: ServedModel) -> str:
         busy = [model for model in self.models if model.service is not None and model.users]
         free = max(0, self.memory_bytes - self._planned_bytes())
         users = " and ".join(f"{model.name!r} has requests ({model.users})" for model in busy)
         return (
-            f"the model {wanted.name!r} needs {format_bytes(wanted.planned_bytes)} and "
+            f"the model {new.name!r} needs {format_bytes(new.planned_bytes)} and "
             f"{format_bytes(int(free))} are free; {users} and cannot be unloaded; try again later"
         )
 
@@ -388,7 +388,7 @@ class Registry:
         return task
 
     async def _unload_idle(self, model: ServedModel) -> None:
-        """Unload a model unless a request came for it meanwhile."""
+        """Unload a model unless a request arrived for it meanwhile."""
         async with self._lock:
             idle_s = time.monotonic() - model.idle_since
             if model.service is None or model.users:
@@ -397,11 +397,11 @@ class Registry:
                 await self._unload(model)
 
     async def _unload(self, model: ServedModel) -> None:
-        """End a model's service and free its memory. The lock is held."""
+        """End a model's service and free its memory. The caller must hold the lock."""
         assert model.service is not None
         self._drafts = add_drafts(self._drafts, model.service.engine.drafts)
         services = [model.service]
-        model.service = None  # from here on, requests load it again
+        model.service = None  # from now on, requests load it again
         model.is_stopping = False
         if model.timer is not None:
             model.timer.cancel()
@@ -410,9 +410,9 @@ class Registry:
         self._bound_memory()
         models_logger.info("unloaded %s", model.name)
 
-    def _bound_memory(self, wanted: ServedModel | None = None) -> None:
-        """Let MLX use what is planned for the loaded models and a model that is about to be loaded."""
-        models = self._in_memory(wanted)
+    def _bound_memory(self, new: ServedModel | None = None) -> None:
+        """Limit MLX's memory to the plans of the loaded models and of a new one."""
+        models = self._in_memory(new)
         if arrays := sum(model.planned.get("arrays", 0) for model in models):
             bound_memory(arrays, sum(model.planned["scratch"] for model in models if model.planned))
 
@@ -429,6 +429,6 @@ def _end(services: list[Service]) -> None:
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:
-    """Look at a task's error, so that asyncio does not report it if every client has gone."""
+    """Retrieve a task's error, so that asyncio does not log it if all clients have disconnected."""
     if not task.cancelled():
         task.exception()

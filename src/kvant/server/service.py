@@ -1,4 +1,4 @@
-"""A model that is served: what every request needs, made once and ended once."""
+"""A model that is served, with the objects that all of its requests share."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -28,8 +28,8 @@ from kvant.text.prompt import system_place
 from kvant.text.tokenizer import Tokenizer
 from kvant.text.tool_forms import tool_format
 
-LONG_TOKEN = 128  # bytes; the longest of most vocabularies are so many spaces
-MIN_CHARACTERS = 65536  # that any prompt may have: they are encoded in some milliseconds
+LONG_TOKEN = 128  # bytes; in most vocabularies, the longest token is this many spaces
+MIN_CHARACTERS = 65536  # allowed in any prompt, because encoding them takes milliseconds
 
 
 class Service:
@@ -49,30 +49,30 @@ class Service:
 
         Args:
             settings: with the model's name, its cache and its reservation.
-            model, tokenizer: loaded.
-            pool: nobody uses it yet.
-            metrics: count the tokens of every request.
-            planned: bytes by name, as the memory was planned; empty or None: it was not.
-            drafts: those of a draft model.
+            model, tokenizer: the loaded model and its tokenizer.
+            pool: an unused pool.
+            metrics: counts the tokens of every request.
+            planned: planned bytes by name; empty or None: the memory was not planned.
+            drafts: from a draft model or from the model's head.
         """
         if settings.draft == "model" and drafts is None:
             raise ArgumentError("draft", "is 'model'; expected it with", "draft_model")
-        self.drafts = drafts  # of a draft model, or of the model's head; None: there is neither
+        self.drafts = drafts  # None: there is neither a draft model nor a head
         folder = find_model(settings.model)
         self.settings = settings
         self.model = model
         self.tokenizer = tokenizer
         self.pool = pool
-        # the model's own options
+        # the model's default options
         self.sampling = read_model_sampling(folder, vocab_size=model.config.vocab_size)
-        # of the model's tool calls; None: its template takes no tools
+        # None: the template does not support tools
         self.tool_format = tool_format(tokenizer)
-        self.system_place = system_place(tokenizer)  # where its template takes system messages
-        self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that answers can be held to
+        self.system_place = system_place(tokenizer)  # where the template accepts system messages
+        self.grammars = Grammars(tokenizer, model.config.vocab_size)  # that constrain answers
         self.compiling = TurnQueue("kvant-grammar")  # of grammars
         limit = context_limit(model, pool.max_seq_len)
         assert limit is not None
-        self.max_seq_len = limit  # tokens that a prompt and its answer can have together
+        self.max_seq_len = limit  # the maximum tokens of a prompt and its answer
         self.planned = dict(planned or {})
         self.metrics = metrics
         self.live = Live(pool)
@@ -87,41 +87,39 @@ class Service:
         )
 
     def drafts_of(self, asked: ServedSource | None) -> Drafts | None:
-        """What a request's answers draft from; None: nothing. If it asks for nothing, the server's default
-        holds.
-        """
+        """Return the drafts that a request asks for, by default the server's; None: no drafts."""
         source = asked or self.settings.draft
         if source in ("none", "prompt"):
             return drafts_of(source, self.model)
         kind, flag = (HeadDrafts, "--draft mtp") if source == "mtp" else (PooledDrafts, "--draft-model")
         if not isinstance(self.drafts, kind):
-            expected = f"expected 'none' or 'prompt': this server was started without {flag}"
+            expected = f"expected 'none' or 'prompt', because this server was started without {flag}"
             raise ApiError(f"draft is {source!r}; {expected}", param="draft")
         return self.drafts
 
     @cached_property
     def max_characters(self) -> int:
-        """Of a prompt: more of them do not fit, each token being the longest of the vocabulary."""
+        """Return the maximum characters of a prompt; more exceed the context even with the longest tokens."""
         longest = max(map(len, self.tokenizer.token_bytes() or [b" " * LONG_TOKEN]))
         return max(MIN_CHARACTERS, self.max_seq_len * longest)
 
     @property
     def counts(self) -> Counts:
-        """What there is to do; requests that wait for a grammar are among those that wait."""
+        """Return the current work, where ``waiting`` includes requests that wait for a grammar."""
         counts = self.engine.counts
         return counts._replace(waiting=counts.waiting + self.compiling.waiting)
 
     @property
     def alive(self) -> bool:
-        """Whether requests are answered."""
+        """Return whether requests are answered."""
         return self.engine.alive and self.engine.age <= self.settings.limits.stall_s
 
     def check_length(self, prompt: str | Sequence[int]) -> None:
-        """Refuse a prompt that is too long whatever its tokens are, before time and memory go into it."""
+        """Raise a ContextError for a prompt that is too long whatever its tokens are, before encoding it."""
         most = self.max_seq_len
         what = "tokens"
         if isinstance(prompt, str):
-            # A short one is spared the look at the whole vocabulary.
+            # Short prompts do not need max_characters, which reads the whole vocabulary.
             most = MIN_CHARACTERS if len(prompt) <= MIN_CHARACTERS else self.max_characters
             what = "characters"
         if len(prompt) > most:
@@ -129,21 +127,21 @@ class Service:
             raise ContextError(f"the prompt has {len(prompt)} {what}; {room}")
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Take a request in; its tokens are counted and go to ``deliver``, in the engine's thread."""
+        """Submit a request; its tokens are counted and passed to ``deliver`` in the engine's thread."""
         self.engine.submit(request, self.metrics.counting(request, deliver))
 
     def close(self, timeout: float | None = 10.0) -> bool:
-        """End the engine and what is under way. Returns whether it has ended."""
+        """End the engine and its requests; return whether it has ended."""
         ended = self.engine.close(drain=False, timeout=timeout)
         self.grammars.close()
         return ended
 
 
 def model_names(name: str) -> tuple[str, ...]:
-    """Return the names that clients may use for a model: the one that was given, and its last part.
+    """Return the names for a model that clients may use: its full name and the last component.
 
-    The last part of a path comes first: answers carry it, and a path says more about the machine than a
-    client needs.
+    For a path, the last component is first. It is in answers, because a path would reveal details of the
+    machine.
     """
     is_path = name.startswith(("/", ".", "~")) or Path(name).is_dir()
     last = find_model(name).absolute().name if is_path else name.partition("@")[0].rpartition("/")[2]
@@ -151,7 +149,7 @@ def model_names(name: str) -> tuple[str, ...]:
 
 
 def make_pool(settings: Settings, model: LanguageModel) -> Pool:
-    """The pool of a server."""
+    """Reserve the pool of a server."""
     context = model.config.max_position_embeddings
     tokens = settings.max_kv_size or min(DEFAULT_RESERVATION, context or DEFAULT_RESERVATION)
     if context is not None and tokens > context:

@@ -1,4 +1,4 @@
-"""What a server does and holds at one moment, for its health, its properties and its metrics.
+"""The state of a server at one moment, for its health, its properties and its metrics.
 
 The page reads :class:`kvant.server.live.Live` instead, whose counts and pages belong to one step.
 """
@@ -13,19 +13,19 @@ from kvant.engine.scheduler import Counts
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Plain numbers, which any thread may read: the sums of all loaded models."""
+    """The sums of all loaded models; plain data, safe in any thread."""
 
-    counts: Counts  # requests that wait for a grammar are among those that wait
-    is_alive: bool  # every engine's thread computes, or waits for work
-    age_s: float  # since the oldest of the engines' last signs of life; 0.0 without work
+    counts: Counts  # waiting includes requests that wait for a grammar
+    is_alive: bool  # whether every engine's thread is alive
+    age_s: float  # since the oldest of the engines' last heartbeats; 0.0 if idle
     drafts: DraftCounts
     pages: int  # of the pool
     pool_bytes: int
-    disk: DiskCounts | None  # None: there is no disk cache
+    disk: DiskCounts | None  # None: no disk cache
     active_bytes: int  # of MLX's arrays
-    cached_bytes: int  # that MLX keeps for reuse
-    peak_bytes: int  # most bytes of MLX's arrays so far
-    models: Mapping[str, bool]  # by name, whether each is loaded
+    cached_bytes: int  # in MLX's buffer cache
+    peak_bytes: int  # peak of MLX's arrays
+    models: Mapping[str, bool]  # name -> whether it is loaded
 
 
 def add_drafts(*counts: DraftCounts) -> DraftCounts:

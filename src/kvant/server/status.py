@@ -1,4 +1,4 @@
-"""What a server reports about itself: its health, its models, what is in force, and its counters."""
+"""The routes that report a server's health, models, properties and metrics."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from kvant.server.service import Service
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while requests are answered; 503 if an engine has failed or the server is ending."""
+    """Return 200 while requests are answered; 503 if an engine has failed or the server is shutting down."""
     registry: Registry = request.app.state.registry
     status = "failed" if not registry.alive else "ending" if registry.draining else "ok"
     counts = registry.snapshot().counts
@@ -30,15 +30,15 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Answer with the metrics in Prometheus's text format."""
+    """Return the metrics in Prometheus's text format."""
     registry: Registry = request.app.state.registry
     return Response(registry.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
 
 async def models(request: Request) -> Response:
-    """List every model and its aliases, with the fields that OpenAI's and Anthropic's clients read.
+    """Return every model and its aliases, with the fields that OpenAI's and Anthropic's clients read.
 
-    A pattern is not a name that a client could choose, so patterns have a list of their own.
+    Patterns have a separate list, because clients cannot choose them as names.
     """
     registry: Registry = request.app.state.registry
     entries = [
@@ -59,7 +59,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """Answer with one entry of the list; any of a model's names will do."""
+    """Return the entry of the model with this name, alias, or matching pattern."""
     registry: Registry = request.app.state.registry
     name = request.path_params["name"]
     return JSONResponse(_entry(registry, registry.find(name), name))
@@ -82,9 +82,9 @@ def _entry(registry: Registry, model: ServedModel, name: str) -> dict[str, Any]:
 
 
 async def props(request: Request) -> Response:
-    """Answer with what is in force for a model, ``?model=NAME``; default: the first one.
+    """Return the properties of a model, ``?model=NAME``; default: the first one.
 
-    Only ``models``, ``memory``, ``limits`` and the like are known of a model that is not loaded.
+    If the model is not loaded, only the properties of the server are returned.
     """
     registry: Registry = request.app.state.registry
     settings = registry.settings

@@ -46,13 +46,13 @@ class TurnQueue:
         function: Callable[[*Args], T],
         *arguments: *Args,
     ) -> T:
-        """Wait for a turn as in :meth:`turn`, then call a function in the queue's thread."""
-        async with self.turn(client, size, room):
+        """Wait for a turn as in :meth:`slot`, then call a function in the queue's thread."""
+        async with self.slot(client, size, room):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     @asynccontextmanager
-    async def turn(self, client: Hashable, size: int, room: int) -> AsyncIterator[None]:
-        """Wait for a turn, which lasts as long as the context.
+    async def slot(self, client: Hashable, size: int, room: int) -> AsyncIterator[None]:
+        """Wait for a turn and keep it until the context ends.
 
         Args:
             client: the client that gets the turn.
