@@ -1,4 +1,4 @@
-"""``kvant ps``: the models of the servers that this user runs, and what each one does."""
+"""``kvant ps``: list the models of this user's running servers, and their states."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -26,7 +26,7 @@ def ps(
 
 
 def _rows(server: RunningServer) -> list[dict[str, Any]]:
-    """Return a row for each model; one with only an error if the server does not answer."""
+    """Return a row for each model, or a single row with an error if the server does not answer."""
     where = {"server": server.url, "pid": server.pid}
     try:
         models = server.models()

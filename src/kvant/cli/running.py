@@ -1,4 +1,4 @@
-"""The servers that this user runs on this machine: ``kvant serve`` writes where each one listens."""
+"""Find this user's running servers: ``kvant serve`` records where each one listens."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from kvant.private import read_record, write_record
 
 MAX_BYTES = 4096
 TIMEOUT_S = 10.0
-# Of a model in an answer, by name, with their types.
+# Fields of a model in an answer -> their types.
 UNLOADED_FIELDS = {"name": str, "unloaded": bool, "requests": int}
 MODEL_FIELDS = {
     "name": str,
@@ -28,28 +28,28 @@ MODEL_FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server and how to ask it."""
+    """A running server and its control routes."""
 
     url: str
     pid: int
     token: str
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the state of each model; the errors are those of :meth:`unload`."""
+        """Return the state of each model; raises as :meth:`unload`."""
         return self._ask("/control/models", MODEL_FIELDS)
 
     def unload(self, model: str | None) -> list[dict[str, Any]]:
-        """Unload a model, or all; return those that were loaded, each with whether it is unloaded now.
+        """Unload a model, or all (None); return those that were loaded, and whether each is unloaded now.
 
         Raises:
-            KvantError: the server does not answer, or refuses, or is not kvant's.
+            KvantError: the server does not answer, refuses, or is not kvant's.
         """
         return self._ask("/control/unload", UNLOADED_FIELDS, {"model": model})
 
     def _ask(
         self, path: str, fields: Mapping[str, Any], body: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Return the models of an answer, which have these fields; POST if there is a body."""
+        """Return the models of an answer after checking their fields; POST if there is a body."""
         import httpx2
 
         headers = {"authorization": f"Bearer {self.token}"}
@@ -65,7 +65,7 @@ class RunningServer:
             except (ValueError, KeyError, TypeError):
                 message = f"HTTP status {answer.status_code}"
             raise KvantError(f"the server at {self.url} refused: {message}")
-        # If the server was killed, another program may have its number and its port.
+        # If the server was killed, another program may have its process id and port.
         try:
             models = answer.json()["models"]
             for model in models:
@@ -78,7 +78,7 @@ class RunningServer:
 
 @contextmanager
 def recorded(url: str, token: str) -> Iterator[None]:
-    """Let ``kvant ps`` and ``kvant stop`` find this process's server while the block runs."""
+    """Let ``kvant ps`` and ``kvant stop`` find this process's server inside the context."""
     running_servers()  # removes the records of servers that were killed
     path = _folder() / f"{os.getpid()}.json"
     write_record(path, {"url": url, "pid": os.getpid(), "token": token})
@@ -90,7 +90,7 @@ def recorded(url: str, token: str) -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """Return the servers that run; records of processes that have ended are removed."""
+    """Return the running servers; remove records of processes that have ended."""
     servers = []
     for path in sorted(_folder().glob("*.json")):
         match read_record(path, MAX_BYTES):
@@ -108,7 +108,7 @@ def _runs(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return False  # another user's, or not the number of a process
+        return False  # another user's process, or not a process id
     return True
 
 

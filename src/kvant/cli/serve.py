@@ -1,4 +1,4 @@
-"""``kvant serve``: models over HTTP for many clients at once, as OpenAI's and Anthropic's clients speak."""
+"""``kvant serve``: serve models over HTTP, with OpenAI's and Anthropic's interfaces."""
 
 import logging
 import math
@@ -24,10 +24,10 @@ from kvant.text.pooling import PoolingKind
 
 MAX_KEY = 1000  # characters
 MAX_KEYS_BYTES = 1 << 20
-# of 32 MiB of bodies, their texts and tokens; and the server's libraries: measured
+# measured, for 32 MiB of bodies with their texts and tokens, and for the server's libraries
 REQUEST_BYTES = 150_000_000
 
-# What a request says, or what has no use without a text to print.
+# Flags that a request replaces, or that only apply to printed text.
 NOT_OF_A_SERVER = Without(
     [
         "model",
@@ -199,7 +199,7 @@ def serve(
 def chosen(
     context: typer.Context, model: list[str] | None, argument: str | None, models: str | None
 ) -> list[str]:
-    """Return the values of --model that count: a default counts only if no model is named otherwise."""
+    """Return the values of --model; its default is used only if no model is named in another way."""
     is_flag = source_of(context, "model") == "COMMANDLINE"
     if is_flag and argument is not None and model == [argument]:
         raise BadValueError(f"the model {argument!r} is given twice")
@@ -209,7 +209,7 @@ def chosen(
 
 
 def show_log() -> None:
-    """Print a line for each request, and for each model that is loaded or unloaded, to standard error."""
+    """Print a line for each request, and each model loaded or unloaded, to standard error."""
     for name in ("kvant.server.requests", "kvant.server.models"):
         logger = logging.getLogger(name)
         logger.addHandler(logging.StreamHandler())
@@ -218,7 +218,7 @@ def show_log() -> None:
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
-    """The keys of a file, one a line."""
+    """Return the keys in a file, one a line."""
     if path is None:
         return ()
     options.check_text(api_key_file=path)

@@ -1,4 +1,4 @@
-"""The models of ``kvant serve``: their names, what each may take of the memory, and how each is loaded."""
+"""The models of ``kvant serve``: their names, their shares of the memory, and how to load each."""
 
 import os
 import re
@@ -38,17 +38,17 @@ class Loader:
     run: RunOptions  # the flags, with this model
     settings: Settings  # the server's, with this model and its aliases
     machine: Machine  # what the model may use
-    other_bytes: int  # for requests and for writes to a disk, which the machine's bytes do not include
+    other_bytes: int  # for requests and disk writes, not included in the machine's bytes
     disk: DiskCache | None
-    process: TextProcess | None = None  # for the tokenizer of the first load, if one was started already
+    process: TextProcess | None = None  # for the tokenizer of the first load; None: start one
 
     @property
     def max_kv_size(self) -> KvSize:
-        """The tokens to reserve for a sequence, as the flag says."""
+        """Return the --max-kv-size, the tokens to reserve for a sequence."""
         return options.kv_size(self.run.max_kv_size or options.AUTO)
 
     def plan(self) -> MemoryPlan:
-        """Return the memory plan of the model before it is loaded; refuse one that does not fit."""
+        """Return the memory plan before loading; raise a ContextError if the model does not fit."""
         folder = find_model(self.run.model)
         checkpoint, settings, machine = prepare(
             self.run, folder, sequences=self.settings.sequences, machine=self.machine
@@ -89,7 +89,7 @@ class Loader:
                 settings, session.model, session.tokenizer, pool, metrics, as_record(planned), pooled
             )
         session.say_cache(pool.describe(), run.quiet)
-        self.run = replace(run, quiet=True)  # later loads are lines of the log
+        self.run = replace(run, quiet=True)  # later loads are only logged
         return service
 
 
@@ -104,17 +104,17 @@ def offer(
     disk: DiskCache | None,
     process: TextProcess | None,
 ) -> list[ServedModel]:
-    """Return the models of a server, none of which is loaded yet.
+    """Return the models of a server, not loaded yet.
 
-    Several models are planned now: each gets an equal share of the memory, or all of it if it does not fit
-    into its share. One that does not fit at all is refused.
+    If there are several, each is planned with an equal share of the memory, or with all of it if it does not
+    fit into its share. A ContextError is raised for a model that does not fit at all.
 
     Args:
-        names: of the models, as --model takes them.
-        run, settings: the flags; the model in them does not count.
-        machine: what all models together may use.
-        aliases: of each model, by its name.
-        other_bytes, disk, process: as for :class:`Loader`.
+        names: values of --model.
+        run, settings: the flags; their model is ignored.
+        machine: the memory for all models together.
+        aliases: each model's aliases, by its name.
+        other_bytes, disk, process: see :class:`Loader`.
     """
     share = replace(
         machine,
@@ -148,14 +148,14 @@ def chosen_models(argument: str | None, model: Sequence[str], models: str | None
     """Return the names of the models that the flags name, at least one.
 
     Args:
-        argument: the model in front of the flags.
-        model: values of --model; the default is among them if nothing else was said.
-        models: the value of --models: a folder that has models' folders, or names with commas between them.
+        argument: the positional model.
+        model: values of --model, with its default if no model was named.
+        models: the value of --models: a folder of model folders, or names separated by commas.
     """
     names = [*([] if argument is None else [argument]), *model]
     if models is not None:
         folder = Path(os.path.expanduser(models))
-        if os.path.isdir(folder):  # Path.is_dir() refuses a list that is longer than a file's name may be
+        if os.path.isdir(folder):  # Path.is_dir() raises an error for a list longer than a file name may be
             folders = sorted(str(path.parent) for path in folder.glob("*/config.json"))
             if not folders:
                 raise BadValueError(f"--models is {models[:200]!r}, a folder without folders of models")
@@ -173,7 +173,7 @@ def chosen_models(argument: str | None, model: Sequence[str], models: str | None
 
 
 def keep_alive_seconds(text: str) -> float:
-    """Return the seconds of --keep-alive."""
+    """Parse --keep-alive; return seconds."""
     if text == FOREVER:
         return float("inf")
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([smh]?)", text)
@@ -183,7 +183,7 @@ def keep_alive_seconds(text: str) -> float:
 
 
 def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
-    """Describe a server's memory in a line; ``other_bytes``: for requests, and for writes to disk."""
+    """Describe a server's memory in one line; ``other_bytes`` are for requests and disk writes."""
     parts = {
         "weights": planned.weights,
         "cache": planned.cache,
@@ -191,7 +191,7 @@ def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
         "scratch": planned.scratch,
     }
     parts |= {"draft weights": planned.draft_weights, "draft cache": planned.draft_cache}
-    # neither is a GPU's memory
+    # neither is in a GPU's memory
     parts |= {"process": planned.process, "requests": other_bytes if planned.process else 0}
     total = planned.total + parts["requests"]
     listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
@@ -232,8 +232,8 @@ def aliases_by_model(names: Sequence[str], aliases: Sequence[str]) -> dict[str, 
 
 
 def check_names(models: Sequence[ServedModel]) -> None:
-    """Refuse a name that several models have; give up a name that is only the last part of several."""
-    models_of: Counter[str] = Counter()  # how many models have a name
+    """Raise an error if two models share a name; drop last components of names that several models share."""
+    models_of: Counter[str] = Counter()  # name -> number of models with it
     for model in models:
         models_of.update({*model.names, *model.aliases})
     for model in models:

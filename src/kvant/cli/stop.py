@@ -1,4 +1,4 @@
-"""``kvant stop``: unload models of the servers that this user runs. The servers go on."""
+"""``kvant stop``: unload models of this user's running servers, which keep running."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ def stop(
         try:
             models = server.models()
             offered += [each["name"] for each in models]
-            # Not the name that the user has: another model's pattern may match it.
+            # Use the model's name: the user's may match another model's pattern.
             named = [None] if all_models else [each["name"] for each in models if model in each["names"]]
             is_offered = is_offered or bool(named)
             unloaded = [each for name in named for each in server.unload(name)]
@@ -57,4 +57,4 @@ def _outcome(model: Mapping[str, Any]) -> str:
         return "unloaded"
     if model["requests"]:
         return f"it is unloaded when its requests ({model['requests']}) have ended"
-    return "it is unloaded when the loads under way have ended"
+    return "it is unloaded when the running loads have ended"
