@@ -124,8 +124,8 @@ def test_what_differs_from_a_decoder(gpt_oss: LanguageModel) -> None:
             r"inputs has shape \(1,\); expected \(B, S\) token ids",
         ),
         (model.check_cache, ([],), "a list of 0 layers; expected all layers of one cache"),
-        (model.check_cache, ([object()],), r"holds a object; expected what model\.make_cache returns"),
-        (model.check_cache, (5,), r"the cache is a int; expected what model\.make_cache returns"),
+        (model.check_cache, ([object()],), r"holds a object; expected the result of model\.make_cache"),
+        (model.check_cache, (5,), r"the cache is a int; expected the result of model\.make_cache"),
     ]
     for function, arguments, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -248,9 +248,9 @@ def test_a_head_that_differs_is_used_though_config_json_ties_it(tmp_path: Path, 
     _say_tied(folder, None)
     assert mx.array_equal(load_model(folder)(mx.array([IDS])), expected)
     _say_tied(folder, True)
-    with pytest.warns(UserWarning, match=r"has a different lm_head\.weight"):
+    with pytest.warns(UserWarning, match=r"has a different .*lm_head\.weight"):
         model = load_model(folder)
-    with pytest.warns(UserWarning, match=r"has a different lm_head\.weight"):
+    with pytest.warns(UserWarning, match=r"has a different .*lm_head\.weight"):
         planned = plan(read_folder(folder), max_kv_size=8, device="cpu")
     assert mx.array_equal(model(mx.array([IDS])), expected)
     assert planned.weights == model.nbytes

@@ -99,7 +99,7 @@ MAPS: list[tuple[Spoil, str]] = [
     (_map(lambda names: names | {"x": names[NORM]}), "tensor x is missing, although the index lists it"),
     (
         _map(lambda names: names | {NORM: min({*names.values()} - {names[NORM]})}),
-        "norm.weight is missing; the index",
+        "norm.weight is missing, although the index",
     ),
 ]
 NO_JSON: list[tuple[str | bytes, str]] = [

@@ -36,7 +36,7 @@ def test_an_offset_can_only_confirm_the_cache(make_checkpoint: Callable[..., tup
         (mx.array([[1.0]]), None, cache, "expected integer token ids"),
         (mx.array([1, 2]), None, None, r"expected \(B, S\) token ids"),
         (one, None, cache[:1], "a list of 1 layers; expected all layers of one cache"),
-        (one, None, 5, r"the cache is a int; expected what model\.make_cache returns"),
+        (one, None, 5, r"the cache is a int; expected the result of model\.make_cache"),
     ]
     for ids, offset, layers, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -131,7 +131,7 @@ class BridgedModel(CachedModel):
         name = "cache" if pool.single else "pool"
         if not isinstance(pool, BridgedPool) or pool.entries != self.entries:
             raise ValueError(
-                f"the {name} is for a model with other layers; expected what model.make_{name} returns"
+                f"the {name} is for a model with other layers; expected the result of model.make_{name}"
             )
 
     def _begun(self, inputs: mx.array, cache: PoolBatch) -> BridgedBatch:

@@ -90,7 +90,9 @@ class CachedModel(CacheMaker, ABC):
         if isinstance(cache, PromptCacheFile):
             cache = cache.loaded(self.reserve_cache)
         if not isinstance(cache, Sequence):
-            raise ValueError(f"the cache is a {type(cache).__name__}; expected what model.make_cache returns")
+            raise ValueError(
+                f"the cache is a {type(cache).__name__}; expected the result of model.make_cache"
+            )
         checked = ModelCache.of(cache)
         self.check_pool(checked.pool)
         theirs = checked.pool.identity
