@@ -138,7 +138,7 @@ def test_a_trim_that_one_layer_cannot_do_is_refused_by_all(name: str, most: int)
     feed(model, cache, LONG[299:300])
     for layer in layers_of(cache):
         with pytest.raises(
-            ValueError, match=f"{most + 1} of 300 tokens .* no further than to {300 - most} tokens"
+            ValueError, match=f"{most + 1} of 300 tokens.* no further than to {300 - most} tokens"
         ):
             layer.trim(most + 1)
     assert {layer.offset for layer in layers_of(cache)} == {300}

@@ -312,7 +312,7 @@ def test_the_file_lies_in_the_users_folder(tmp_path: Path, monkeypatch: pytest.M
     assert path.parts[-2:] == ("kvant", "config.toml")
     if sys.platform == "linux":
         assert path == tmp_path / "own" / "kvant" / "config.toml"
-    assert call("config").stdout == f"# {path} is not there\n"
+    assert call("config").stdout == f"# {path} does not exist\n"
     path.parent.mkdir(parents=True)
     path.write_text("max-kv-size = 77\n")
     assert "cache: 77 tokens reserved" in call("generate", "Hi", "-m", "1").stderr

@@ -139,7 +139,7 @@ def test_refused_by_the_model(pocket: Pocket, headed: Pocket, loaded: Loaded) ->
     (states, _), (model, _) = loaded, pocket
     own = ModelDrafts(model=model)
     for target, drafts, words in (
-        (model, ModelDrafts(model=states), "draft_model has falcon_h1's layers; .* its states cannot"),
+        (model, ModelDrafts(model=states), "draft_model has falcon_h1's layers; its states cannot"),
     ):
         with pytest.raises(ArgumentError, match=words):
             Run(target, [5], target.make_cache(64), drafts=drafts)

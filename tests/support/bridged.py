@@ -49,8 +49,8 @@ OWN_ATTENTION = {
 REFUSED = {
     "llama4": "attends in chunks",
     "minimax_m3_vl": "selects blocks of keys",  # mlx-lm's own batch of long texts is wrong, too
-    "afm7": "logits would be others",  # the position from the number of rows that it reads
-    "recurrent_gemma": "logits would be others",  # its first token is not one after a state of zeros
+    "afm7": "logits would differ",  # the position from the number of rows that it reads
+    "recurrent_gemma": "logits would differ",  # its first token is not one after a state of zeros
     "gemma2": "ValueError",  # a mask of four axes added to scores of five
     "phi3small": "ValueError",  # a boolean mask that is added
     "gpt_bigcode": "convert",  # the offset as a Python number

@@ -272,7 +272,7 @@ def test_the_table_says_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"qwen2.5-1.5b", "qwen2.5-7b", "mistral-7b-4bit"} & fits
     table = call("models").stdout
     assert "all of a run in 3.00 GB (a small memory)" in table
-    found = re.search(r"pocket +embedded +yes +6\.25 MB +(\S+ MB) ", table)
+    found = re.search(r"pocket +embedded +yes +7\.13 MB +(\S+ MB) ", table)
     assert found is not None
     assert found[1] == format_bytes(2048 * 1088)
     found = re.search(r"qwen2\.5-7b +\w+ +no +15\.24 GB +(\S+ MB) ", table)
