@@ -190,7 +190,8 @@ async function run(conversation, others = {}) {
       }
       job.view?.update(keepAtEnd);
     }
-    message.note = describe(timing, usage, reason);
+    const several = !at("model-choice").hidden; // then a conversation can have answers of different models
+    message.note = [...(several ? [body.model] : []), describe(timing, usage, reason)].join(" · ");
   } catch (error) {
     if (signal.aborted) message.note = "Stopped.";
     else message.error = explain(error);
