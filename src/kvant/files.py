@@ -49,7 +49,8 @@ def open_regular(real: Path, shown: Path, error: type[KvantError]) -> Iterator[B
     try:
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as failed:  # a NUL
-        raise error(f"{shown}: cannot be read: {one_line(failed)}") from failed
+        reason = getattr(failed, "strerror", None) or one_line(failed)
+        raise error(f"{shown}: cannot be read: {reason}") from failed
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # checked first: open() of a folder would leak it
         os.close(descriptor)
         raise error(f"{shown}: not a regular file")

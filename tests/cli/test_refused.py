@@ -131,7 +131,14 @@ USAGE = [
     ("plan --weight-group-size 64", "--weight-group-size is 64, but without --weight-bits"),
     ("plan --weight-bits 0", "--weight-bits is 0; expected bits of a quantized weight"),
     ("plan --weight-bits 4 --weight-group-size 48", "--weight-group-size is 48"),
-    ("plan pocket --remote", "'pocket' is embedded"),
+    ("plan pocket --remote", "'pocket' is built into kvant"),
+    ("chat ./my model", "too many arguments: model; put text with spaces in quotes"),
+    ("generate ./my model Hi", "put a path with spaces, and a prompt of several words, in quotes"),
+    ("chat --overflow drop", "'--overflow': 'drop' is not one of"),
+    ("serve --port http", "'--port': expected a whole number"),
+    ("generate a --temp hot", "'--temp': expected a number"),
+    ("gen a", "No such command 'gen'. `kvant --help` lists the commands"),
+    ("chat -x", "No such option: -x; add --help"),
     ("plan --ranks 1", "--ranks is 1; expected 2 to 256"),
     ("plan --hostfile hosts --memory 1GB,1GB,1GB", "--memory has 3 sizes for 2 machines"),
     ("plan --hostfile hosts --ranks 2", "--ranks is 2, and --hostfile names the machines"),
@@ -313,7 +320,7 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded() -> None:
         port = str(other.getsockname()[1])
         error = refusal(1, "serve", "no-such-model", "--port", port)
     assert f"cannot listen on 127.0.0.1 port {port}: " in error
-    assert "another process listens there" in error
+    assert "another process listens there; choose another --port" in error
 
 
 def test_a_server_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

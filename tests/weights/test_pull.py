@@ -288,7 +288,7 @@ def test_what_cannot_be_had(machine: Machine, hub: Hub) -> None:
 def test_usage(machine: Machine) -> None:
     for arguments, line in (
         ([], "no model"),
-        (["pocket"], "'pocket' is embedded"),
+        (["pocket"], "'pocket' is built in"),
         (["../x"], "'../x' is not a known model"),
         (["small", "--verify", "--update"], "--verify downloads nothing"),
     ):

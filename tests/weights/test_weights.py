@@ -391,7 +391,7 @@ def test_a_terminal_is_asked(machine: Machine, hub: Hub, files: dict[str, bytes]
 
 def test_what_cannot_be_removed(machine: Machine) -> None:
     for arguments, code, line in (
-        (["pocket"], 1, "'pocket' is embedded in kvant; it cannot be removed"),
+        (["pocket"], 1, "'pocket' is built into kvant; it cannot be removed"),
         (["hf"], 1, "'hf' is a folder; kvant removes only what it pulled"),
         (["qwen2.5-0.5"], 1, "did you mean 'qwen2.5-0.5b'"),
         (["qwen2.5-0.5b"], 1, "qwen2.5-0.5b was not pulled by kvant"),

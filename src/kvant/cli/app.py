@@ -45,6 +45,18 @@ FUNCTIONS = {"import": "import_model"}  # modules and functions of commands that
 NAME = "kvant"
 LAUNCHER = "launch"  # its own flags are followed by another command
 LAUNCH_LINE = re.compile(rf"\s*\S+\s+{LAUNCHER}\s(.*?\s)?--\s+({NAME}\s+)?(?=\S+\s)", re.DOTALL)
+# Messages of typer and of the library that checks its values, and what to say in their place.
+WORDINGS = (
+    (
+        r"^Got unexpected extra argument\(s\) \((.*)\)$",
+        r"too many arguments: \1; put text with spaces in quotes",
+    ),
+    (r"^(No such command '.*'\.)$", rf"\1 `{NAME} --help` lists the commands"),
+    (r"^(No such option: \S+)$", r"\1; add --help to see the options"),
+    (r": Value error, ", ": "),
+    (r"Input should be a valid integer, .*", "expected a whole number"),
+    (r"Input should be a valid number, .*", "expected a number"),
+)
 _last_error = ""
 TALKING = ("generate", "chat", "serve")  # commands that need a tokenizer
 
@@ -123,7 +135,10 @@ def _run(early: interrupts.Handler | None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except TyperException as error:  # a bad flag or value
-        return _report(printable(" ".join(error.format_message().split())), getattr(error, "exit_code", 2))
+        message = " ".join(error.format_message().split())
+        for pattern, wording in WORDINGS:
+            message = re.sub(pattern, wording, message)
+        return _report(printable(message), getattr(error, "exit_code", 2))
     except ArgumentError as error:  # a bad value that deeper code detected
         return _report(
             printable(error.worded(import_module("kvant.cli.options").flag)), BadValueError.exit_code

@@ -94,8 +94,8 @@ def _table(rows: list[Row]) -> "Iterator[RenderableType]":
         f"fits here: all of a run in {memory}"
     )
     yield (
-        f"{len(ARCHITECTURES)} architectures are native, {len(_bridged())} more bridged: mlx-lm's model, "
-        "kvant's cache (--architectures names them)"
+        f"names of architectures: {len(ARCHITECTURES)} native, {len(_bridged())} bridged, which is mlx-lm's "
+        "model with kvant's cache (--architectures lists them)"
     )
     for row in rows:
         if row.problem is not None:

@@ -251,7 +251,7 @@ def _checkpoint(model: str, remote: bool, *, head: bool = False) -> AnyCheckpoin
         if head:
             raise BadValueError("--draft is mtp; expected it without --remote: the tensors tell the head")
         if model == POCKET:
-            raise BadValueError(f"--remote asks the hub, and '{POCKET}' is embedded in kvant")
+            raise BadValueError(f"--remote asks the hub, and '{POCKET}' is built into kvant")
         if model in packaged_models():
             raise BadValueError(
                 f"--remote asks the hub, and {model} comes in a Python package; leave --remote out"

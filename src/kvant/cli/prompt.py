@@ -9,10 +9,11 @@ from kvant.cli import options, ranks
 from kvant.cli.options import BadValueError
 from kvant.cli.terminal import say
 from kvant.engine.load import POCKET, find_model
-from kvant.errors import ModelError, PromptError
+from kvant.errors import ModelError, PromptError, did_you_mean
 
 MAX_BYTES = 256 * 1024 * 1024  # limit of prompts, piped or in a file
 MAX_QUOTED = 60  # characters of a prompt that an error repeats
+PATH_BEGINNINGS = ("/", ".", "~")  # of an argument that can only be a path
 PATIENCE_S = 1.0  # time to wait for piped text before saying so
 
 
@@ -28,7 +29,7 @@ def split_arguments(
         return (words[0] if words else None), None
     if len(words) == 1 and is_a_models_name(words[0]):
         raise BadValueError(
-            f"{words[0]!r} is a model's name, and there is no prompt; --prompt accepts it as one"
+            f"{words[0]!r} is a model's name, and there is no prompt; add one, or mark it with --prompt"
         )
     return (words[0] if len(words) == 2 else None), (words[-1] if words else None)
 
@@ -40,8 +41,8 @@ def check_first_word(words: Sequence[str], flag: str | None = None) -> None:
     except ModelError as error:
         if flag is not None:
             advice = f"with {flag}, an argument is the model"
-        elif is_a_models_name(words[0]):
-            raise  # a model that is not pulled yet
+        elif is_a_models_name(words[0]) or _is_like_a_model(words[0]):
+            raise  # a model that is not pulled yet, or a slip of the pen; its own message is enough
         else:
             advice = _in_quotes(words)
         raise type(error)(str(error), advice) from error
@@ -49,6 +50,8 @@ def check_first_word(words: Sequence[str], flag: str | None = None) -> None:
 
 def _in_quotes(words: Sequence[str]) -> str:
     """Advise to quote a prompt that the shell has split into several arguments."""
+    if words[0].startswith(PATH_BEGINNINGS):
+        return "put a path with spaces, and a prompt of several words, in quotes"
     has_model = is_a_models_name(words[0])
     text = " ".join(words[has_model:])
     if len(text) > MAX_QUOTED or not text.isprintable():
@@ -65,6 +68,13 @@ def is_a_models_name(text: str) -> bool:
     from kvant.weights.imported import model_names  # imports everything that pulling needs
 
     return text in (POCKET, *model_names())
+
+
+def _is_like_a_model(text: str) -> bool:
+    """Whether a text is written as a path is, or resembles a known model's name."""
+    from kvant.weights.imported import model_names
+
+    return text.startswith(PATH_BEGINNINGS) or bool(did_you_mean(text, [POCKET, *model_names()]))
 
 
 def read_prompt(argument: str | None, option: str | None) -> str:

@@ -44,7 +44,7 @@ def pull(
             "no model; `kvant models` lists names; owner/repository[@revision] is any model on the hub"
         )
     if model == POCKET:
-        raise WeightsError(f"'{POCKET}' is embedded in kvant; there is nothing to pull")
+        raise WeightsError(f"'{POCKET}' is built into kvant; there is nothing to pull")
     packaged = packaged_models().get(model or "")
     if packaged is not None:
         if verify or update:

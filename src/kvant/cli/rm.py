@@ -34,7 +34,7 @@ def rm(
     if not model:
         raise BadValueError("no model; `kvant models` lists those that were pulled")
     if model == POCKET:
-        raise WeightsError(f"'{POCKET}' is embedded in kvant; it cannot be removed")
+        raise WeightsError(f"'{POCKET}' is built into kvant; it cannot be removed")
     if model.startswith(("/", ".", "~")) or Path(model).is_dir():
         raise WeightsError(f"{model!r} is a folder; kvant removes only what it pulled or imported")
     folder = find_imported(model)

@@ -266,7 +266,8 @@ def find_model(path_or_name: str | Path, revision: str | None = None) -> Path:
         return weights.find(name, revision)
     except ValueError as error:
         near = did_you_mean(name, [POCKET, *model_names()])
-        expected = f" or a known name{near}" if near else f"; {error}"
+        before, unknown, rest = str(error).partition(" is not a known model")
+        expected = f" or a known name{near or rest}" if unknown else f"; {before}"
         raise ModelError(f"model {shown!r} is not a folder{expected}") from error
 
 

@@ -273,6 +273,8 @@ def _can_listen(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = "; another process listens there" if error.errno == errno.EADDRINUSE else ""
-        message = f"cannot listen on {settings.host} port {settings.port}: {one_line(error)}{reason}"
+        reason = one_line(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "another process listens there; choose another --port, or 0 for any that is free"
+        message = f"cannot listen on {settings.host} port {settings.port}: {reason}"
         raise KvantError(message) from error

@@ -53,7 +53,7 @@ def chat(
 ) -> None:
     """Talk with a model; the history stays in the cache.
 
-    A turn feeds only its own tokens.
+    Each message is read once. Type /help in the chat for its commands.
     """
     options.check_text(prompt_cache_file=prompt_cache_file)
     cache_file.check(prompt_cache_file)

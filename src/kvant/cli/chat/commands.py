@@ -191,7 +191,7 @@ def _set(talk: Talk, argument: str) -> None:
     option, _, text = argument.partition(" ")
     name = option.replace("-", "_")
     if name not in SETTINGS:
-        near = did_you_mean(name, SETTINGS) or "; /set lists them"
+        near = did_you_mean(name, SETTINGS) or did_you_mean(name[:4], SETTINGS) or "; /set lists them"
         raise ArgumentError(f"/set {option}", f"is not an option{near}")
     if not text.strip():
         raise ArgumentError(f"/set {option}", "needs a value; default resets it")
