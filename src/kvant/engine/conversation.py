@@ -333,7 +333,7 @@ class Conversation:
         """Return the index of the message that begins the last turn."""
         if starts := questions(self.messages):
             return starts[-1]
-        raise PromptError("nothing was asked yet; expected a question before")
+        raise PromptError("nothing was asked yet; ask a question first")
 
 
 def questions(messages: Sequence[Message]) -> list[int]:

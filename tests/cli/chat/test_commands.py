@@ -80,7 +80,7 @@ def test_an_error_is_a_line_and_changes_nothing() -> None:
         "/set seed 3": "seed is 3, which has no effect at temperature 0",
         "/quit now": "/quit takes no argument, but got 'now'",
         "/edit": "nothing was asked yet",
-        "/retry": "nothing was asked yet; expected a question before",
+        "/retry": "nothing was asked yet; ask a question first",
     }
     plain, _ = _said("Hello!")
     out, said = _said(*errors, "Hello!")

@@ -155,8 +155,8 @@ def _save(talk: Talk, argument: str) -> None:
             raise SnapshotError(f"{argument} exists already, and is not a conversation: {error}") from error
         talk.file = path
         talk.draft = f"/save {argument}"
-        how = "Enter" if sys.stdin.isatty() else "the same command"
-        notice(f"{argument} has a saved conversation already; {how} replaces it")
+        how = "Enter replaces it, Ctrl-C does not" if sys.stdin.isatty() else "the same command replaces it"
+        notice(f"{argument} has a saved conversation already; {how}")
         return
     talk.conversation.save(path)
     talk.file = path
