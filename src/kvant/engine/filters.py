@@ -121,7 +121,7 @@ class FilterOptions:
     )
     xtc_threshold: float | None = option_field(
         HALF,
-        f"For --xtc-probability, count a token as likely from this on; default: {XTC_THRESHOLD}.",
+        f"For --xtc-probability, count a token as likely from this probability on; default: {XTC_THRESHOLD}.",
         "xtc_probability",
     )
 
