@@ -29,8 +29,9 @@ class LeftOut:
     def add(self, field: str, value: object = "") -> None:
         """Record that a field, or the value it has, is ignored."""
         if self._strict:
-            quoted = f" is {value!r:.80}" if value != "" else ""
-            raise ApiError(f"{field}{quoted}; it is unknown or not supported here: leave it out", param=field)
+            quoted = f" {value!r:.80}" if value != "" else ""
+            problem = f"{field}{quoted} is unknown or not supported, and --strict refuses that; leave it out"
+            raise ApiError(problem, param=field)
         name = printable(f"{field} {value}".strip(), MAX_LENGTH)
         if len(self.names) < MAX_NAMES:
             self.names.setdefault(re.sub(r"\[\d+\]", "[]", name), name)
