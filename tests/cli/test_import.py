@@ -65,7 +65,7 @@ def test_a_file_becomes_a_model_by_name(gguf: Path, tmp_path: Path) -> None:
     removed = call("rm", "--yes", name)
     assert removed.returncode == 0
     assert os.listdir(tmp_path / "models") == []
-    assert "is not a folder; " in refusal(1, "generate", name, "The quick")
+    assert "is not a folder or a known name; " in refusal(1, "generate", name, "The quick")
 
 
 def test_a_name_and_a_folder_of_the_users(gguf: Path, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_names_of_several_models(tmp_path: Path) -> None:
     """A list may be longer than a file's name; a name that is the last part of two models is neither's."""
     unknown = ",".join(f"no-such-model-{number:03}" for number in range(40))
     refused = call("serve", "--models", unknown, "--port", "0")
-    assert "'no-such-model-000' is not a known model" in refused.stderr
+    assert "'no-such-model-000' is not a folder or a known name" in refused.stderr
     models = [
         ServedModel(names, aliases, (), load=lambda metrics: None, planned={}, context=1)  # type: ignore[arg-type, return-value]
         for names, aliases in (

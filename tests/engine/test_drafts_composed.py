@@ -144,7 +144,7 @@ def test_refused_by_the_model(pocket: Pocket, headed: Pocket, loaded: Loaded) ->
         with pytest.raises(ArgumentError, match=words):
             Run(target, [5], target.make_cache(64), drafts=drafts)
     for target, given, deterministic, words in (
-        (states, Drafts(), False, "models that kvant computes"),
+        (states, Drafts(), False, "a model that kvant computes"),
         (model, Drafts(), True, "deterministic"),
         (model, own, False, "draft_model is not for this pool"),
     ):
@@ -158,7 +158,7 @@ def test_refused_by_the_model(pocket: Pocket, headed: Pocket, loaded: Loaded) ->
             _many(headed, ["a"], deterministic=True, **options(model))
     cache = model.make_cache(64)
     cache.pool.divided = True
-    with pytest.raises(ArgumentError, match="several ranks draft from prompt and answer alone"):
+    with pytest.raises(ArgumentError, match="several ranks draft only from prompt and answer"):
         stream_generate(*pocket, "Hello", draft_model=model, prompt_cache=cache)
 
 

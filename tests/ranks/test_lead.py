@@ -98,7 +98,7 @@ def test_embeddings(led: tuple[Lead, Loopback]) -> None:
     lead, other = led
     texts = [TEXT[:90], TEXT[5:20], TEXT[7:9]]
     tokenizer: Any = SimpleNamespace(folder=None)
-    part: Any = lead.part
+    part: Any = lead.local
     vectors = embed(lead, tokenizer, texts, pooling="mean", prefill_step_size=32)
     assert len(part.logits) > 3
     check(part.logits, other)

@@ -43,7 +43,7 @@ def test_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found["kernels"] == []
         assert [text for text in found["unchecked"] if "was not run" in text and "host" in text]
         assert {path["path"] for path in found["paths"]} == {"unfused"}
-        assert "no GPU" in found["paths"][0]["reason"]
+        assert "not a GPU" in found["paths"][0]["reason"]
         assert min(found["memory_speed"].values()) > 0.01
     done = call("doctor")
     assert (done.returncode, done.stderr) == (0, "")
