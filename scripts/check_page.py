@@ -613,6 +613,7 @@ def test_several_models(visit: Any, serve: Any, tmp_path: Path) -> None:
         assert client.get("/health").json()["loaded"] == [POCKET]
         assert tab.ask(STORY)
         assert tab.sent()["model"] == "second"
+        tab.wait("note().includes('second')")
         assert client.get("/health").json()["loaded"] == [POCKET, "second"]
         tab.wait(REACHED)
         tab.reload()
