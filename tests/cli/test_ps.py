@@ -19,7 +19,7 @@ from kvant.cli.running import recorded, running_servers
 from kvant.cli.served_models import check_names
 from kvant.files import user_cache
 from kvant.private import write_record
-from kvant.server.registry import ServedModel
+from kvant.server.served_model import ServedModel
 
 
 @pytest.fixture(autouse=True)

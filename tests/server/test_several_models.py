@@ -21,7 +21,8 @@ from support.server import SOON, Running, offered, running, wait
 from kvant.cache.disk import DiskCache
 from kvant.errors import ModelError
 from kvant.files import POCKET
-from kvant.server.registry import Registry, ServedModel
+from kvant.server.registry import Registry
+from kvant.server.served_model import ServedModel
 from kvant.server.settings import Limits, Settings
 from kvant.text.guidance import Vocabulary
 

@@ -22,8 +22,9 @@ from kvant.server.app import make_app
 from kvant.server.errors import ApiError
 from kvant.server.generation import Begun, Event, Text
 from kvant.server.metrics import Metrics
-from kvant.server.registry import Registry, ServedModel, served_model
+from kvant.server.registry import Registry
 from kvant.server.run import Server, bind, url_of
+from kvant.server.served_model import ServedModel, served_model
 from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
 from support.command import COMMAND

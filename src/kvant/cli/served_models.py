@@ -21,7 +21,7 @@ from kvant.machine import Machine
 from kvant.plan import MemoryPlan
 from kvant.plan.memory import as_record
 from kvant.server.metrics import Metrics
-from kvant.server.registry import ServedModel, served_model
+from kvant.server.served_model import ServedModel, served_model
 from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
 from kvant.sizes import format_bytes

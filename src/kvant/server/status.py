@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 from kvant.cache.layer_format import describe_formats
 from kvant.machine import environment
 from kvant.server.metrics import CONTENT_TYPE
-from kvant.server.registry import Registry, ServedModel
+from kvant.server.registry import Registry
+from kvant.server.served_model import ServedModel
 from kvant.server.service import Service
 
 
