@@ -48,14 +48,14 @@ LAUNCH_LINE = re.compile(rf"\s*\S+\s+{LAUNCHER}\s(.*?\s)?--\s+({NAME}\s+)?(?=\S+
 # Messages of typer and of the library that checks its values, and what to say in their place.
 WORDINGS = (
     (
-        r"^Got unexpected extra argument\(s\) \((.*)\)$",
+        re.compile(r"^Got unexpected extra argument\(s\) \((.*)\)$"),
         r"too many arguments: \1; put text with spaces in quotes",
     ),
-    (r"^(No such command '.*'\.)$", rf"\1 `{NAME} --help` lists the commands"),
-    (r"^(No such option: \S+)$", r"\1; add --help to see the options"),
-    (r": Value error, ", ": "),
-    (r"Input should be a valid integer, .*", "expected a whole number"),
-    (r"Input should be a valid number, .*", "expected a number"),
+    (re.compile(r"^(No such command '.*'\.)$"), rf"\1 `{NAME} --help` lists the commands"),
+    (re.compile(r"^(No such option: \S+)$"), r"\1; add --help to see the options"),
+    (re.compile(r": Value error, "), ": "),
+    (re.compile(r"Input should be a valid integer, .*"), "expected a whole number"),
+    (re.compile(r"Input should be a valid number, .*"), "expected a number"),
 )
 _last_error = ""
 TALKING = ("generate", "chat", "serve")  # commands that need a tokenizer
@@ -137,7 +137,7 @@ def _run(early: interrupts.Handler | None) -> int:
     except TyperException as error:  # a bad flag or value
         message = " ".join(error.format_message().split())
         for pattern, wording in WORDINGS:
-            message = re.sub(pattern, wording, message)
+            message = pattern.sub(wording, message)
         return _report(printable(message), getattr(error, "exit_code", 2))
     except ArgumentError as error:  # a bad value that deeper code detected
         return _report(
