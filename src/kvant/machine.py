@@ -112,11 +112,15 @@ def bound_memory(arrays: int, scratch: int) -> None:
     mx.set_memory_limit(arrays)
 
 
-def free_memory() -> None:
-    """Give the memory of objects that nothing refers to any more back to the system."""
-    gc.unfreeze()  # a loaded model's objects were frozen, so that the collector skips them
-    gc.collect()
-    gc.freeze()
+def free_memory(*, collect: bool = True) -> None:
+    """Give the memory of objects that nothing refers to any more back to the system.
+
+    ``collect``: also of objects that refer to each other. This stops all threads for some 60 ms.
+    """
+    if collect:
+        gc.unfreeze()  # a loaded model's objects were frozen, so that the collector skips them
+        gc.collect()
+        gc.freeze()
     mx.clear_cache()
     if sys.platform == "linux":  # on a CPU MLX allocates with malloc, which keeps what is freed
         with suppress(AttributeError):  # a C library that is not glibc

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -344,6 +345,22 @@ def test_unloading_keeps_the_disk_cache(folders: dict[str, Path], tmp_path: Path
     assert "kvant_disk_cache_hits_total 0.0" not in metrics  # counters stay when no model is loaded
     assert "kvant_disk_cache_hits_total" in metrics
     disk.close()
+
+
+def test_unloading_needs_no_collector(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector stops all threads; a model's objects do not refer to each other in a circle."""
+    calls: list[int] = []
+    monkeypatch.setattr("kvant.machine.gc", SimpleNamespace(collect=lambda: calls.append(1)))
+    before = mx.get_active_memory()
+    names = ["native", "falcon_h1", "gpt_oss"]
+    with _serving(*(_model(folders[name]) for name in names)) as server:
+        for name in (*names, *names):
+            assert _ask(server, name).status_code == 200
+        headers = {"authorization": f"Bearer {server.registry.settings.control_token}"}
+        assert server.client.post(CONTROL, json={}, headers=headers).status_code == 200
+        wait(lambda: not server.registry.loaded)
+        wait(lambda: mx.get_active_memory() - before < 2**20)
+    assert calls == []
 
 
 CONTROL = "/control/unload"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 
@@ -359,12 +360,13 @@ class Registry:
 def _end(services: list[Service]) -> None:
     """End the service in a list, which holds the only reference to it, and free its memory."""
     service = services.pop()
+    model = ref(service.model)
     service.close()
     service.tokenizer.close()
     if service.pool.disk is not None:
         service.pool.disk.disk.flush(FLUSH_S)
     del service
-    free_memory()
+    free_memory(collect=model() is not None)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:
