@@ -7,9 +7,9 @@ names; a copy with the names MLX looks for is made once, in the user's cache fol
 Measured on 2 cores: products with one row are 3 to 6 times as fast, with 512 rows 30 to 40 times
 (scripts/results).
 
-Whoever can change the copy can run code in this process. So this user must own the folder and the file, and
-nobody else may write to them. Both are used through the descriptors that were checked, so a file put there
-afterwards has no effect.
+Anyone who can change the copy can run code in this process. So this user must own the folder and the file,
+and nobody else may write to them. Both are used through the descriptors that were checked, so a file put
+there afterwards has no effect.
 
 A copy under its final name is complete: it is written under another name, synced to disk and renamed. Its
 name contains its size, and it must have no holes. Blocks that the disk itself corrupts are not detected.

@@ -2,7 +2,7 @@
 
 A file is unchanged while its path, device, inode, size, modification time and change time are the same.
 Programs cannot set the change time, so an edit that restores the modification time is detected too. The
-record is never stored next to the file, where whoever made a model's folder could put a false one.
+record is never stored next to the file, where the author of a model folder could put a false one.
 """
 
 import hashlib

@@ -149,7 +149,7 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 
 
 def printable(text: str, columns: int = MAX_COLUMNS) -> str:
-    """Make a text safe to show, whoever wrote it: one line of at most ``columns`` columns.
+    """Make a text from any source safe to show: one line of at most ``columns`` columns.
 
     Characters that ``str.isprintable`` refuses become Python escapes: control characters, direction marks,
     zero-width characters. If the text is too wide, its long words lose their middles first, then the text.

@@ -107,7 +107,7 @@ def test_a_model_without_files(server: Running) -> None:
 
 
 def test_files_that_ask_for_something_else(pocket: Any, tmp_path: Path) -> None:
-    """The client is told the reason, and no path of this machine."""
+    """The error gives the client the reason, without a path on this machine."""
     (tmp_path / "modules.json").write_text(
         '[{"type": "x.Transformer", "path": ""}, {"type": "x.Dense", "path": ""}]'
     )

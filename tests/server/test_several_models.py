@@ -396,7 +396,7 @@ def _unload(server: Running, model: str) -> list[dict[str, Any]]:
 def test_unloading_waits_briefly_for_a_load(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models are unloaded between loads; whoever asks for it is answered while another model loads."""
+    """Models are unloaded between loads; `kvant stop` gets its answer while another model loads."""
     monkeypatch.setattr("kvant.server.registry.STOP_S", 0.1)
     slow = _model(folders["native"])
     gate = _Gate(slow)

@@ -67,7 +67,7 @@ def limit(what: int, value: int) -> None:
 
 def main(memory_limit: int) -> None:
     """Serve standard input."""
-    # The signal must end the process; whoever started it may ignore or block the signal.
+    # The signal must end the process; the parent process may have ignored or blocked the signal.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     answers = os.fdopen(os.dup(1), "wb")
