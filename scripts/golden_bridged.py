@@ -130,15 +130,8 @@ SEEING: dict[str, dict[str, Any]] = {
 }
 
 
-def write(name: str) -> None:
-    """One model's folder."""
-    (kind, settings), vision = MODELS[name], SEEING.get(name)
-    text = SIZES | settings
-    if vision is None:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **text))
-    else:
-        config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False)
-        model = AutoModelForImageTextToText.from_config(config)
+def randomize(model: torch.nn.Module) -> None:
+    """Give a model random weights, always the same ones."""
     torch.manual_seed(1)
     with torch.no_grad():
         for path, tensor in model.named_parameters():
@@ -150,6 +143,18 @@ def write(name: str) -> None:
         for path, tensor in model.named_buffers():
             if path.endswith("e_score_correction_bias"):
                 tensor += 0.1 * torch.randn(tensor.shape)
+
+
+def write(name: str) -> None:
+    """One model's folder."""
+    (kind, settings), vision = MODELS[name], SEEING.get(name)
+    text = SIZES | settings
+    if vision is None:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **text))
+    else:
+        config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False)
+        model = AutoModelForImageTextToText.from_config(config)
+    randomize(model)
     folder = BRIDGED / name
     shutil.rmtree(folder, ignore_errors=True)
     model = model.to(torch.bfloat16).eval()

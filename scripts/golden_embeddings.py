@@ -18,6 +18,7 @@ import numpy as np
 import sentence_transformers
 import torch
 import transformers
+from golden_bridged import randomize
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors, trainers
@@ -90,14 +91,7 @@ def write(name: str) -> None:
     """One model's folder."""
     kind, settings, pools, normalizes, prompt = MODELS[name]
     model = AutoModel.from_config(AutoConfig.for_model(kind, **SIZES | settings))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for path, tensor in model.named_parameters():
-            noise = torch.randn(tensor.shape)
-            if tensor.ndim == 1:
-                tensor += 0.2 * noise
-            else:
-                tensor.copy_(noise * (1.0 if "embed" in path else tensor.shape[-1] ** -0.5))
+    randomize(model)
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:

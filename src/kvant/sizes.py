@@ -1,6 +1,7 @@
 """Sizes in bytes: this machine's memory, and formatting."""
 
 import os
+from collections.abc import Mapping
 
 
 def physical_memory() -> int:
@@ -14,3 +15,8 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} bytes"
+
+
+def list_bytes(counts: Mapping[str, int]) -> str:
+    """Return the names with their bytes, separated by commas, without those that have none."""
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in counts.items() if count)

@@ -30,7 +30,7 @@ from kvant.plan.fitting import (
     unpacked,
     unpacked_if_roomy,
 )
-from kvant.sizes import format_bytes
+from kvant.sizes import format_bytes, list_bytes
 
 Pairs = Sequence[int] | None  # ``split_pairs`` of :func:`kvant.plan.plan`
 
@@ -174,13 +174,12 @@ def describe(made: MemoryPlan, machine: Machine, on: str = "") -> str:
     if made.loading > sum(parts.values()):
         parts = {"loading the weights": made.loading}
     parts["the process"] = made.process
-    listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     count = made.settings.sequences
     tokens = (
         f"{made.max_kv_size} tokens" if count is None else f"{count} sequences of {made.max_kv_size} tokens"
     )
     return (
-        f"{tokens} need {format_bytes(made.total)}{on} ({listed}); "
+        f"{tokens} need {format_bytes(made.total)}{on} ({list_bytes(parts)}); "
         f"there are {format_bytes(machine.limit_bytes)} ({machine.limit_source})"
     )
 

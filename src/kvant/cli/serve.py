@@ -200,10 +200,7 @@ def chosen(
     context: typer.Context, model: list[str] | None, argument: str | None, models: str | None
 ) -> list[str]:
     """Return the values of --model; its default is used only if no model is named in another way."""
-    is_flag = source_of(context, "model") == "COMMANDLINE"
-    if is_flag and argument is not None and model == [argument]:
-        raise BadValueError(f"the model {argument!r} is given twice")
-    if is_flag:
+    if source_of(context, "model") == "COMMANDLINE":
         return model or []
     return [] if argument is not None or models is not None else model or [POCKET]
 

@@ -24,7 +24,7 @@ from kvant.server.metrics import Metrics
 from kvant.server.served_model import ServedModel, served_model
 from kvant.server.service import Service, make_pool
 from kvant.server.settings import Settings
-from kvant.sizes import format_bytes
+from kvant.sizes import format_bytes, list_bytes
 from kvant.text.process import TextProcess
 
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
@@ -194,8 +194,7 @@ def describe_plan(planned: MemoryPlan, other_bytes: int) -> str:
     # neither is in a GPU's memory
     parts |= {"process": planned.process, "requests": other_bytes if planned.process else 0}
     total = planned.total + parts["requests"]
-    listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    return f"{format_bytes(total)} planned at most: {listed}"
+    return f"{format_bytes(total)} planned at most: {list_bytes(parts)}"
 
 
 def refuse_for_several(run: RunOptions, pooling: str | None, count: int) -> None:

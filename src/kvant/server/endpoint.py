@@ -145,9 +145,8 @@ class BodyReader:
     @classmethod
     async def of(cls, request: Request) -> "BodyReader":
         """Return a reader of a request's whole body."""
-        return cls(
-            request, b"".join([chunk async for chunk in request.stream()])
-        )  # Request.body() would cache it
+        body = b"".join([chunk async for chunk in request.stream()])  # Request.body() would cache it
+        return cls(request, body)
 
     async def __aenter__(self) -> "BodyReader":
         return self
@@ -187,10 +186,9 @@ class BodyReader:
         registry: Registry = self._request.app.state.registry
         if self._slot is None:
             room = registry.settings.max_queue
-            async with AsyncExitStack() as stack:
-                slot = registry.reading.slot(_whose(self._request), self._marks, room)
-                await stack.enter_async_context(slot)
-                self._slot = stack.pop_all()
+            slot = AsyncExitStack()
+            await slot.enter_async_context(registry.reading.slot(_whose(self._request), self._marks, room))
+            self._slot = slot
         return await registry.reading.call(function)
 
     async def _release_slot(self) -> None:

@@ -125,7 +125,7 @@ class Registry:
         service = model.load(self.metrics)
         # This stops all threads, half a second for a large vocabulary. So a model that is loaded while others
         # answer is only prepared for the first request that asks for a format.
-        with suppress(GrammarError):  # whoever asks for a format is told
+        with suppress(GrammarError):  # reported when a request has a format
             service.grammars.prepare()
         self._has_loaded(model, service)
 
@@ -147,9 +147,7 @@ class Registry:
             self._check_can_load(model)
         model.users += 1
         leases.callback(self._release, model)
-        if model.timer is not None:
-            model.timer.cancel()
-            model.timer = None
+        model.cancel_timer()
         while (service := model.service) is None:
             if model.loading is None:
                 model.loading = asyncio.get_running_loop().create_task(self._load(model))
@@ -313,8 +311,7 @@ class Registry:
             return
         delay = 0.0 if model.is_stopping else self.settings.keep_alive_s
         if delay < math.inf:
-            if model.timer is not None:
-                model.timer.cancel()
+            model.cancel_timer()
             model.timer = asyncio.get_running_loop().call_later(delay, self._expire, model)
 
     def _expire(self, model: ServedModel) -> None:
@@ -343,9 +340,7 @@ class Registry:
         services = [model.service]
         model.service = None  # from now on, requests load it again
         model.is_stopping = False
-        if model.timer is not None:
-            model.timer.cancel()
-            model.timer = None
+        model.cancel_timer()
         await asyncio.to_thread(_end, services)
         self._bound_memory()
         models_logger.info("unloaded %s", model.name)

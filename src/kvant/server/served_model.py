@@ -49,6 +49,12 @@ class ServedModel:
         """Return the memory that the model needs, as planned."""
         return self.planned.get("total", 0)
 
+    def cancel_timer(self) -> None:
+        """Do not unload the model at the end of keep_alive."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
     def matches(self, name: str) -> bool:
         """Return whether a name fits one of the patterns."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)

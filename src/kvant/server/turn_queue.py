@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from typing import TypeVar, TypeVarTuple
 
@@ -48,7 +49,7 @@ class TurnQueue:
     ) -> T:
         """Wait for a turn as in :meth:`slot`, then call a function in the queue's thread."""
         async with self.slot(client, size, room):
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+            return await self.call(partial(function, *arguments))
 
     @asynccontextmanager
     async def slot(self, client: Hashable, size: int, room: int) -> AsyncIterator[None]:
